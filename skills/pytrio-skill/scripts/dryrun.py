@@ -1,0 +1,429 @@
+#!/usr/bin/env python3
+"""Run a PyTRIO script against a local backend: free, offline, on the CPU.
+
+    python dryrun.py run SCRIPT [-- ARGS]   start a backend, run the script on it, stop it
+    python dryrun.py serve                  keep a backend running for several scripts
+    python dryrun.py models                 which local model answers for which name
+    python dryrun.py doctor                 is this Python fit for a dry run
+
+The script and the SDK are not changed. Data goes to standard output, diagnostics to standard
+error. Exit codes: 0 clean, 1 the script failed or never used the backend, 3 usage, 130 Ctrl-C.
+"""
+
+import argparse
+import json
+import os
+import platform
+import re
+import secrets
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any, NoReturn
+
+# The skill's folder may be read-only; a bytecode cache would be a write.
+sys.dont_write_bytecode = True
+SCRIPTS = Path(__file__).resolve().parent
+sys.path.insert(0, str(SCRIPTS))
+
+# Torch's threads spin: on a machine with a busy second core, one thread is the fastest choice.
+DEFAULT_THREADS = 1
+os.environ.setdefault("OMP_NUM_THREADS", str(DEFAULT_THREADS))
+
+EXIT_OK, EXIT_SCRIPT_FAILED, EXIT_USAGE, EXIT_INTERRUPTED = 0, 1, 3, 130
+CLOUD_CONTACT_STATUS = 96  # of guard/sitecustomize.py
+BACKEND_START_SECONDS = 60
+BACKEND_STOP_SECONDS = 20
+SCRIPT_STOP_SECONDS = 10
+NEEDED_PACKAGES = ("torch", "transformers", "peft", "safetensors", "starlette", "uvicorn")
+# The names in losses.REDUCTIONS, repeated here because that module imports torch.
+REDUCTIONS = ("default", "sum", "samples", "active_tokens", "advantage_tokens")
+SHOWN_PACKAGES = ("pytrio", *NEEDED_PACKAGES, "swanlab")
+
+
+def say(line: str) -> None:
+    """One line of diagnostics."""
+    print(f"dryrun: {line}", file=sys.stderr, flush=True)
+
+
+def stop(line: str, code: int = EXIT_USAGE) -> NoReturn:
+    """End with one line that says what was wrong and what to do."""
+    say(line)
+    raise SystemExit(code)
+
+
+def installed(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
+
+
+def skill_version() -> str:
+    """`metadata.version` of SKILL.md."""
+    try:
+        text = (SCRIPTS.parent / "SKILL.md").read_text(encoding="utf-8")
+    except OSError:
+        return "unknown"
+    match = re.search(r'^\s+version:\s*"?([^"\n]+)"?\s*$', text, re.MULTILINE)
+    return match[1] if match else "unknown"
+
+
+def installation_problem() -> str | None:
+    """Why no dry run is possible in this Python, in one line; None when it is."""
+    requirements = SCRIPTS / "requirements.txt"
+    missing = [name for name in NEEDED_PACKAGES if installed(name) is None]
+    if missing:
+        return (
+            f"missing {', '.join(missing)}; run: {sys.executable} -m pip install -r {requirements}"
+        )
+    try:
+        from trio_local.protocol import installed_sdk_version, unsupported_sdk_reason
+    except ImportError as error:
+        return f"cannot import {error.name}; run: {sys.executable} -m pip install -r {requirements}"
+    return unsupported_sdk_reason(installed_sdk_version())
+
+
+# -- the backend process ---------------------------------------------------------------------------
+
+
+class Backend:
+    """A backend in its own process; used as a context manager it never outlives the block."""
+
+    def __init__(self, options: argparse.Namespace, record: Path, key: str) -> None:
+        record.mkdir(parents=True, exist_ok=True)
+        self.log_path = record / "backend.log"
+        command = [sys.executable, str(Path(__file__).resolve()), "serve", "--follow-parent"]
+        command += backend_arguments(options)
+        command += ["--record", str(record)]
+        environment = {**os.environ, "TRIO_DRYRUN_KEY": key}
+        # Its own session, so that Ctrl-C in the terminal reaches the script and not the backend.
+        new_group: dict[str, Any] = (
+            {"start_new_session": True}
+            if os.name == "posix"
+            else {"creationflags": subprocess.CREATE_NEW_PROCESS_GROUP}  # type: ignore[attr-defined]
+        )
+        with self.log_path.open("wb") as log:
+            self.process = subprocess.Popen(
+                command,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=log,
+                env=environment,
+                text=True,
+                **new_group,
+            )
+        try:
+            self.url = self._wait_until_ready()
+        except BaseException:
+            self.close()
+            raise
+
+    def _wait_until_ready(self) -> str:
+        assert self.process.stdout is not None
+        timer = threading.Timer(BACKEND_START_SECONDS, self.process.kill)
+        timer.start()
+        line = self.process.stdout.readline()
+        timer.cancel()
+        if not line:
+            self.process.wait()
+            log = self.log_path.read_text(encoding="utf-8", errors="replace").strip()
+            reason = log.splitlines()[-1] if log else f"exit status {self.process.returncode}"
+            stop(reason.removeprefix("dryrun: "), self.process.returncode or EXIT_SCRIPT_FAILED)
+        return json.loads(line)["url"]
+
+    def tell(self, line: str) -> None:
+        """Write a line to the backend's parent pipe; a backend that has died is no error here."""
+        assert self.process.stdin is not None
+        try:
+            self.process.stdin.write(line + "\n")
+            self.process.stdin.flush()
+        except OSError:
+            pass
+
+    def close(self) -> None:
+        """Let the backend finish its files and end; kill it if it does not."""
+        if self.process.stdin is not None:
+            try:
+                self.process.stdin.close()
+            except OSError:
+                pass
+        try:
+            self.process.wait(BACKEND_STOP_SECONDS)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait()
+
+    def __enter__(self) -> "Backend":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def backend_arguments(options: argparse.Namespace) -> list[str]:
+    """The options that `run` hands on to `serve`."""
+    arguments = [
+        "--port", str(options.port), "--store", str(options.store), "--seed", str(options.seed),
+        "--reduction", options.reduction, "--device", options.device,
+        "--threads", str(options.threads), "--max-batch-size", str(options.max_batch_size),
+        "--max-tokens", str(options.max_tokens),
+    ]  # fmt: skip
+    for model in options.model:
+        arguments += ["--model", model]
+    if options.fault:
+        arguments += ["--fault", options.fault]
+    return arguments
+
+
+# -- commands ---------------------------------------------------------------------------------------
+
+
+def run(options: argparse.Namespace) -> int:
+    """Run one script on a backend of its own."""
+    script = Path(options.script)
+    if not script.is_file():
+        stop(f"no script at {script}; give the path of a Python file")
+    problem = installation_problem()
+    if problem:
+        stop(problem)
+    from trio_local.preflight import code_that_leaves, script_environment
+
+    key = f"dryrun-{secrets.token_hex(16)}"
+    try:
+        source = script.read_text(encoding="utf-8")
+        findings = code_that_leaves(source, str(script), f"http://127.0.0.1:{options.port}", key)
+    except UnicodeDecodeError:
+        stop(f"{script} is not a UTF-8 text file")
+    except (SyntaxError, ValueError) as error:
+        stop(f"{script} does not parse: {error}")
+    if findings:
+        stop(f"{script}:{findings[0].line}: {findings[0].message}")
+    record = options.record or new_record_folder()
+    # SIGTERM ends us as Ctrl-C does: the script is stopped, then the backend.
+    signal.signal(signal.SIGTERM, lambda *_: (_ for _ in ()).throw(KeyboardInterrupt()))
+    with Backend(options, record, key) as backend:
+        environment = script_environment(backend.url, key, record / "sdk-home", Path.home())
+        command = [sys.executable, str(script), *options.arguments]
+        status = run_script(command, environment, backend)
+    return report(record, script, status)
+
+
+def run_script(command: list[str], environment: dict[str, str], backend: Backend) -> int:
+    """Run the script with our own standard streams; returns its exit status, 130 on Ctrl-C."""
+    process = subprocess.Popen(command, env=environment)
+    backend.tell(f"watch {process.pid}")
+    try:
+        return process.wait()
+    except KeyboardInterrupt:
+        # A terminal's Ctrl-C has reached the script as well; a signal to us alone has not.
+        try:
+            process.wait(0.5)
+        except subprocess.TimeoutExpired:
+            process.send_signal(signal.SIGINT if os.name == "posix" else signal.SIGTERM)
+        try:
+            process.wait(SCRIPT_STOP_SECONDS)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+        return EXIT_INTERRUPTED
+    finally:
+        backend.tell("unwatch")
+
+
+def report(record: Path, script: Path, status: int) -> int:
+    """Print the summary of a finished run and turn the script's status into ours."""
+    try:
+        summary = json.loads((record / "summary.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        say(f"the backend died; its log: {record / 'backend.log'}")
+        return EXIT_SCRIPT_FAILED
+    tokens = summary["tokens"]
+    say(
+        f"{summary['optimizer_steps']} optimiser steps, {summary['samples']} sampling requests, "
+        f"{summary['checkpoints']} saves in {summary['seconds']:.1f} s"
+    )
+    if summary["loss_first"] is not None:
+        say(f"loss_mean first {summary['loss_first']:.4f}, last {summary['loss_last']:.4f}")
+    say(
+        f"tokens: prefill {tokens['prefill']:,}, sample {tokens['sample']:,}, "
+        f"train {tokens['train']:,}"
+    )
+    say(f"recording: {record}")
+    if status == EXIT_INTERRUPTED:
+        say("interrupted")
+        return EXIT_INTERRUPTED
+    if status == CLOUD_CONTACT_STATUS:
+        return EXIT_SCRIPT_FAILED
+    if status != 0:
+        say(f"{script} failed with exit status {status}")
+        return EXIT_SCRIPT_FAILED
+    if summary["sessions"] == 0:
+        say(f"{script} opened no session on the backend: nothing was proven, so this is no success")
+        return EXIT_SCRIPT_FAILED
+    return EXIT_OK
+
+
+def new_record_folder() -> Path:
+    """A folder of its own for every run, named by time."""
+    stamp = time.strftime("%Y%m%d-%H%M%S")
+    return Path(".trio-local") / "runs" / f"{stamp}-{os.getpid()}"
+
+
+def serve(options: argparse.Namespace) -> int:
+    """Serve until Ctrl-C, or, for `run`, until the parent ends."""
+    problem = installation_problem()
+    if problem:
+        stop(problem)
+    from trio_local.faults import parse_faults
+    from trio_local.protocol import ApiError
+    from trio_local.server import ServerOptions
+    from trio_local.server import serve as serve_backend
+
+    try:
+        faults = parse_faults(options.fault or "")
+    except ValueError as error:
+        stop(f"--fault: {error}")
+    record = options.record or new_record_folder()
+    server_options = ServerOptions(
+        port=options.port,
+        store=options.store,
+        record=record,
+        reduction=options.reduction,
+        faults=faults,
+        models=dict(map(model_override, options.model)),
+        seed=options.seed,
+        device=options.device,
+        threads=options.threads,
+        max_batch_size=options.max_batch_size or None,
+        max_tokens_per_request=options.max_tokens or None,
+        api_key=os.environ.get("TRIO_DRYRUN_KEY"),
+    )
+    if not options.follow_parent:
+        say("serving until Ctrl-C; in another terminal set PYTRIO_API_KEY to anything and")
+        say("PYTRIO_BASE_URL to the address below")
+    try:
+        serve_backend(server_options, sys.stdout, options.follow_parent)
+    except KeyboardInterrupt:
+        pass
+    except OSError as error:
+        stop(f"cannot serve on 127.0.0.1:{options.port}: {error.strerror}; choose another --port")
+    except ApiError as error:
+        stop(error.message)
+    return EXIT_OK
+
+
+def model_override(text: str) -> tuple[str, str]:
+    """`NAME=KIND` -> (NAME, KIND)."""
+    name, separator, kind = text.partition("=")
+    if not (name and separator and kind):
+        stop(f"--model takes NAME=KIND, got {text!r}")
+    return name, kind
+
+
+def models(options: argparse.Namespace) -> int:
+    """Print the kinds and which names they answer for."""
+    from trio_local.catalogue import KINDS, LARGE_FROM_BILLIONS, WELL_KNOWN_MODELS, default_kind
+
+    for kind, meaning in KINDS.items():
+        print(f"{kind:<10} {meaning}")
+    print(
+        f"\nAny name is served: {LARGE_FROM_BILLIONS:g}B and more by `large`, others by `standin`."
+    )
+    for name in WELL_KNOWN_MODELS:
+        print(f"{name:<32} {default_kind(name)}")
+    return EXIT_OK
+
+
+def doctor(options: argparse.Namespace) -> int:
+    """Print versions and say whether a dry run is possible here."""
+    problem = installation_problem()
+    facts = {
+        "skill": skill_version(),
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "cores": str(os.cpu_count()),
+        **{name: installed(name) or "not installed" for name in SHOWN_PACKAGES},
+    }
+    if options.json:
+        print(json.dumps({**facts, "problem": problem}, indent=2))
+    else:
+        for name, value in facts.items():
+            print(f"{name:<12} {value}")
+        print(f"{'verdict':<12} {problem or 'ready for a dry run'}")
+    return EXIT_USAGE if problem else EXIT_OK
+
+
+# -- command line -----------------------------------------------------------------------------------
+
+
+class Parser(argparse.ArgumentParser):
+    """argparse with our exit code and one line instead of the whole usage."""
+
+    def error(self, message: str) -> NoReturn:
+        stop(f"{message}; see: {self.prog} --help")
+
+
+def add_backend_options(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("--port", type=int, default=0, help="port on 127.0.0.1 (default: a free one)")
+    add(
+        "--store", type=Path, default=Path(".trio-local/checkpoints"),
+        help="folder of the checkpoints; outlives the backend (default: %(default)s)",
+    )  # fmt: skip
+    add("--record", type=Path, help="folder of the recording (default: .trio-local/runs/TIME)")
+    add(
+        "--model", action="append", default=[], metavar="NAME=KIND",
+        help="serve a name by a kind; NAME may be *; see the command models",
+    )  # fmt: skip
+    add(
+        "--reduction", default="default", choices=REDUCTIONS,
+        help="what summed losses are divided by (default: see references/dryrun.md)",
+    )  # fmt: skip
+    add("--fault", metavar="NAME=VALUE,...", help="faults to inject, such as latency=200ms")
+    add("--seed", type=int, default=0, help="seed of unseeded sampling and LoRA (default: 0)")
+    add("--device", default="cpu", help="torch device (default: cpu)")
+    add("--threads", type=int, default=DEFAULT_THREADS, help="torch threads (default: 1)")
+    add("--max-batch-size", type=int, default=256, help="samples per request; 0 for no limit")
+    add("--max-tokens", type=int, default=262144, help="tokens per request; 0 for no limit")
+
+
+def parser_of_commands() -> argparse.ArgumentParser:
+    parser = Parser(
+        prog="dryrun.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--version", action="version", version=skill_version())
+    commands = parser.add_subparsers(dest="command", required=True, parser_class=Parser)
+    runner = commands.add_parser("run", help="run a script on a backend of its own")
+    add_backend_options(runner)
+    runner.add_argument("script", help="the Python file to run")
+    runner.add_argument("arguments", nargs=argparse.REMAINDER, metavar="-- ARGS")
+    runner.set_defaults(call=run)
+    server = commands.add_parser("serve", help="keep a backend running")
+    add_backend_options(server)
+    server.add_argument("--follow-parent", action="store_true", help=argparse.SUPPRESS)
+    server.set_defaults(call=serve)
+    commands.add_parser("models", help="list the local models").set_defaults(call=models)
+    doctor_parser = commands.add_parser("doctor", help="check this Python")
+    doctor_parser.add_argument("--json", action="store_true", help="print JSON")
+    doctor_parser.set_defaults(call=doctor)
+    return parser
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    options = parser_of_commands().parse_args(arguments)
+    if options.command == "run" and options.arguments[:1] == ["--"]:
+        options.arguments = options.arguments[1:]
+    try:
+        return options.call(options)
+    except KeyboardInterrupt:
+        return EXIT_INTERRUPTED
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

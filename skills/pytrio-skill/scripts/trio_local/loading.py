@@ -1,0 +1,100 @@
+"""Base models in memory: loaded once per folder, their weights shared by trainers and samplers."""
+
+import copy
+import inspect
+import logging
+import warnings
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from trio_local.catalogue import ServedModel, context_length
+
+# The cloud's alpha is not documented. 32 whatever the rank is what Tinker does; a local choice.
+LORA_ALPHA = 32.0
+
+
+@dataclass(frozen=True)
+class LoraSpec:
+    """What `create_lora_training_client` asks for."""
+
+    rank: int
+    seed: int
+    train_mlp: bool
+    train_attn: bool
+    train_unembed: bool
+
+    @property
+    def scale(self) -> float:
+        """Factor of B @ A in the adapted weight."""
+        return LORA_ALPHA / self.rank
+
+
+def shared_copy(model: torch.nn.Module) -> torch.nn.Module:
+    """A second module tree over the same parameter tensors; changing one tree's modules or
+    replacing its parameters leaves the other alone."""
+    memo: dict[int, Any] = {id(p): p for p in model.parameters()}
+    memo.update({id(b): b for b in model.buffers()})
+    return copy.deepcopy(model, memo)
+
+
+class LoadedModel:
+    """One folder's model in float32, frozen, with its tokenizer."""
+
+    def __init__(self, served: ServedModel, device: str) -> None:
+        logging.getLogger("transformers").setLevel(logging.ERROR)
+        warnings.filterwarnings("ignore", module="peft")
+        self.served = served
+        self.device = torch.device(device)
+        self.tokenizer = AutoTokenizer.from_pretrained(served.folder, local_files_only=True)
+        model = AutoModelForCausalLM.from_pretrained(
+            served.folder, dtype=torch.float32, local_files_only=True
+        )
+        self.model = model.to(self.device).eval().requires_grad_(False)
+        self.vocabulary_size = int(self.model.config.get_text_config().vocab_size)
+        self.context_length = context_length(served)
+        self.end_ids = self._end_ids()
+        # Renamed in transformers 5; asking the signature keeps both generations working.
+        parameters = inspect.signature(self.model.forward).parameters
+        self.cache_argument = "cache" if "cache" in parameters else "past_key_values"
+
+    def _end_ids(self) -> frozenset[int]:
+        """Ids that end a turn: those of the generation config and the tokenizer's own."""
+        configured = self.model.generation_config.eos_token_id
+        ids = configured if isinstance(configured, list) else [configured]
+        return frozenset(i for i in [*ids, self.tokenizer.eos_token_id] if i is not None)
+
+    def linear_modules(self, spec: LoraSpec) -> list[str]:
+        """Full names of the linear layers that the LoRA flags select."""
+        head = self.model.get_output_embeddings()
+        chosen = []
+        for name, module in self.model.named_modules():
+            if not isinstance(module, torch.nn.Linear):
+                continue
+            parts = name.split(".")
+            is_wanted = (
+                (spec.train_unembed and module is head)
+                or (spec.train_mlp and any("mlp" in part for part in parts))
+                or (spec.train_attn and any("attn" in part for part in parts))
+            )
+            if is_wanted:
+                chosen.append(name)
+        return chosen
+
+    def merged(self, adapter: dict[str, torch.Tensor], scale: float) -> torch.nn.Module:
+        """A copy of the model with W + scale * B @ A in place of every adapted weight W.
+
+        `adapter` uses PEFT's names. Unadapted weights stay shared with the base.
+        """
+        model = shared_copy(self.model)
+        prefix, suffix = "base_model.model.", ".lora_A.weight"
+        for name, lora_a in adapter.items():
+            if not name.endswith(suffix):
+                continue
+            lora_b = adapter[name.replace(".lora_A.", ".lora_B.")]
+            module = model.get_submodule(name[len(prefix) : -len(suffix)])
+            delta = scale * (lora_b.to(self.device) @ lora_a.to(self.device))
+            module.weight = torch.nn.Parameter(module.weight + delta, requires_grad=False)
+        return model

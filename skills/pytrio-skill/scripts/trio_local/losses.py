@@ -1,0 +1,151 @@
+"""The five built-in losses and what each is divided by.
+
+With lp = log-probability of the target under the current weights, q = the `logprobs` sent by the
+client (behaviour policy), A = `advantages`, w = `weights` and r = exp(lp - q), the per-token
+losses are
+
+    cross_entropy        -w * lp
+    importance_sampling  -r * A
+    ppo                  -min(r * A, clip(r, low, high) * A)          (Schulman et al. 2017)
+    cispo                -stopgrad(clip(r, low, high)) * A * lp       (MiniMax-M1, 2025)
+    dro                  -(A * lp - beta / 2 * (lp - q)**2)           (Richemond et al. 2024)
+
+Clip thresholds are bounds of the ratio (0.8, 1.2), not distances from one.
+
+What the cloud divides by is documented nowhere. REDUCTIONS is our choice: a local choice,
+unverified against the cloud, selectable with `--reduction`.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from trio_local.protocol import ApiError
+
+IGNORED_TARGET = -100
+
+
+@dataclass(frozen=True)
+class TokenBatch:
+    """Padded tensors of one microbatch, each of shape [samples, positions]."""
+
+    logprobs: torch.Tensor
+    active: torch.Tensor  # bool: a real position whose target is not ignored
+    weights: torch.Tensor | None = None
+    old_logprobs: torch.Tensor | None = None
+    advantages: torch.Tensor | None = None
+
+
+def cross_entropy(batch: TokenBatch, config: dict[str, float]) -> torch.Tensor:
+    return -batch.weights * batch.logprobs
+
+
+def importance_sampling(batch: TokenBatch, config: dict[str, float]) -> torch.Tensor:
+    return -torch.exp(batch.logprobs - batch.old_logprobs) * batch.advantages
+
+
+def ppo(batch: TokenBatch, config: dict[str, float]) -> torch.Tensor:
+    ratio = torch.exp(batch.logprobs - batch.old_logprobs)
+    clipped = ratio.clamp(config["clip_low_threshold"], config["clip_high_threshold"])
+    return -torch.minimum(ratio * batch.advantages, clipped * batch.advantages)
+
+
+def cispo(batch: TokenBatch, config: dict[str, float]) -> torch.Tensor:
+    ratio = torch.exp(batch.logprobs - batch.old_logprobs).detach()
+    clipped = ratio.clamp(config["clip_low_threshold"], config["clip_high_threshold"])
+    return -clipped * batch.advantages * batch.logprobs
+
+
+def dro(batch: TokenBatch, config: dict[str, float]) -> torch.Tensor:
+    distance = batch.logprobs - batch.old_logprobs
+    return -(batch.advantages * batch.logprobs - 0.5 * config["beta"] * distance**2)
+
+
+@dataclass(frozen=True)
+class Loss:
+    """One built-in loss: its formula, the fields it reads, its settings with their defaults."""
+
+    per_token: Callable[[TokenBatch, dict[str, float]], torch.Tensor]
+    reads: tuple[str, ...]
+    defaults: dict[str, float] = field(default_factory=dict)
+
+
+POLICY_FIELDS = ("logprobs", "advantages")
+LOSSES: dict[str, Loss] = {
+    "cross_entropy": Loss(cross_entropy, ("weights",)),
+    "importance_sampling": Loss(importance_sampling, POLICY_FIELDS),
+    "ppo": Loss(ppo, POLICY_FIELDS, {"clip_low_threshold": 0.8, "clip_high_threshold": 1.2}),
+    "cispo": Loss(cispo, POLICY_FIELDS, {"clip_low_threshold": 0.8, "clip_high_threshold": 1.2}),
+    "dro": Loss(dro, POLICY_FIELDS, {"beta": 0.05}),
+}
+
+# Name of `--reduction` -> loss -> which total of the whole call divides the summed loss.
+# `None` means the plain sum.
+REDUCTIONS: dict[str, dict[str, str | None]] = {
+    "default": {
+        "cross_entropy": "total_active_tokens",
+        "importance_sampling": "total_active_tokens",
+        "ppo": "total_active_tokens",
+        "cispo": "total_active_tokens",
+        "dro": "total_advantage_tokens",
+    },
+    "sum": dict.fromkeys(LOSSES),
+    "samples": dict.fromkeys(LOSSES, "total_samples"),
+    "active_tokens": dict.fromkeys(LOSSES, "total_active_tokens"),
+    "advantage_tokens": {
+        name: "total_active_tokens" if name == "cross_entropy" else "total_advantage_tokens"
+        for name in LOSSES
+    },
+}
+
+
+def loss_settings(name: str, config: dict[str, Any]) -> dict[str, float]:
+    """Defaults of a loss overridden by `loss_fn_config`.
+
+    Raises ApiError 422 for an unknown loss, an unknown key, or a value that is not a finite
+    number: nothing is accepted and then ignored.
+    """
+    if name not in LOSSES:
+        raise ApiError(422, "unknown_loss", f"unknown loss {name!r}; known: {', '.join(LOSSES)}")
+    defaults = LOSSES[name].defaults
+    settings = dict(defaults)
+    for key, value in config.items():
+        if key not in defaults:
+            known = ", ".join(defaults) or "none"
+            raise ApiError(
+                422,
+                "unknown_loss_config",
+                f"loss {name!r} has no setting {key!r} here; settings it reads: {known}",
+            )
+        is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+        if not is_number or value != value or abs(value) == float("inf"):
+            raise ApiError(
+                422, "invalid_loss_config", f"{key} must be a finite number, got {value!r}"
+            )
+        settings[key] = float(value)
+    low, high = settings.get("clip_low_threshold"), settings.get("clip_high_threshold")
+    if low is not None and high is not None and not 0 <= low <= high:
+        raise ApiError(
+            422,
+            "invalid_loss_config",
+            f"clip thresholds are bounds of the ratio, 0 <= low <= high; got {low} and {high}",
+        )
+    return settings
+
+
+def divisor(loss: str, reduction: str, totals: dict[str, int]) -> float:
+    """What the summed loss of a whole call is divided by; 1 when the total is zero."""
+    total_name = REDUCTIONS[reduction][loss]
+    return 1.0 if total_name is None else float(max(1, totals[total_name]))
+
+
+def counted(loss: str, batch: TokenBatch) -> torch.Tensor:
+    """Mask [samples, positions] of the tokens reported in `token_count`.
+
+    cross_entropy counts non-zero weights (as the SDK's own total does); the policy losses count
+    non-zero advantages (reported by users of the cloud, not documented).
+    """
+    signal = batch.weights if loss == "cross_entropy" else batch.advantages
+    return batch.active & (signal != 0)

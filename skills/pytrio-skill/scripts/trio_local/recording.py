@@ -1,0 +1,89 @@
+"""The recording of one dry run: everything sent and served, enough to audit without re-running.
+
+`trace.msgpack` is a sequence of MessagePack maps. The first has kind `header`, the last kind
+`end`; a file without the last one was cut short. Lists of token ids are packed as little-endian
+int32 bytes and lists of floats as float32 bytes, which keeps a recording near 12 bytes a token.
+"""
+
+import json
+import threading
+import time
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import msgpack
+import numpy as np
+
+FORMAT = "pytrio-skill-trace"
+VERSION = 1
+
+
+def packed_ids(values: list[int]) -> bytes:
+    """Token ids as little-endian int32."""
+    return np.asarray(values, dtype="<i4").tobytes()
+
+
+def packed_floats(values: list[float]) -> bytes:
+    """Numbers as little-endian float32."""
+    return np.asarray(values, dtype="<f4").tobytes()
+
+
+class Recorder:
+    """Appends records from any thread; keeps the few totals the summary needs."""
+
+    def __init__(self, folder: Path, header: dict[str, Any]) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        self.folder = folder
+        self.started = time.time()
+        self.tokens: Counter[str] = Counter()
+        self.counts: Counter[str] = Counter()
+        self.losses: list[float] = []
+        self._lock = threading.Lock()
+        self._file = (folder / "trace.msgpack").open("wb")
+        self.write("header", format=FORMAT, version=VERSION, **header)
+
+    def write(self, kind: str, **fields: Any) -> None:
+        """Append one record; times are seconds since the recording began."""
+        record = {"kind": kind, "time": round(time.time() - self.started, 6), **fields}
+        packed = msgpack.packb(record, use_bin_type=True)
+        with self._lock:
+            if self._file.closed:
+                return
+            self._file.write(packed)
+            self._file.flush()
+            self.counts[kind] += 1
+
+    def add_tokens(self, prefill: int = 0, sample: int = 0, train: int = 0) -> None:
+        """Count tokens by the class they are billed in."""
+        with self._lock:
+            self.tokens.update(prefill=prefill, sample=sample, train=train)
+
+    def summary(self) -> dict[str, Any]:
+        """Totals of the run so far."""
+        with self._lock:
+            return {
+                "seconds": round(time.time() - self.started, 3),
+                "sessions": self.counts["session"],
+                "training_runs": self.counts["training_run"],
+                "sampling_runs": self.counts["sampling_run"],
+                "optimizer_steps": self.counts["optimizer_step"],
+                "samples": self.counts["sample"],
+                "checkpoints": self.counts["checkpoint"],
+                "refused_requests": self.counts["refused"],
+                "loss_first": self.losses[0] if self.losses else None,
+                "loss_last": self.losses[-1] if self.losses else None,
+                "tokens": {name: self.tokens[name] for name in ("prefill", "sample", "train")},
+            }
+
+    def close(self) -> None:
+        """Write the closing record and `summary.json`; safe to call twice."""
+        if self._file.closed:
+            return
+        summary = self.summary()
+        self.write("end", **summary)
+        with self._lock:
+            self._file.close()
+        temporary = self.folder / "summary.json.part"
+        temporary.write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
+        temporary.replace(self.folder / "summary.json")

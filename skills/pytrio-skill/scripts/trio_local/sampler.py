@@ -1,0 +1,434 @@
+"""Sampling: all requests of one weight snapshot share one running batch with a KV cache.
+
+Requests join the batch when they arrive and leave it when they stop. Random numbers belong to
+the sequence, not to the batch, so a request's result does not depend on what else is running.
+
+Local choices, unverified against the cloud: returned log-probabilities are those of the
+untempered, unfiltered distribution; the token that ends a sequence is part of it; `text` has no
+special tokens and ends before a stop string.
+"""
+
+import hashlib
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import Cache
+
+from trio_local.loading import LoadedModel
+from trio_local.protocol import ApiError
+
+# A prefill call stops growing at this many padded prompt tokens: only memory depends on it.
+MAX_PREFILL_TOKENS = 16 * 1024
+# A stop string is looked for in the decoded text of this many last tokens and its own length.
+STOP_STRING_SLACK = 8
+
+KNOWN_PARAMS = {
+    "max_tokens", "seed", "stop", "stop_token_ids", "temperature", "top_k", "top_p"
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class SamplingSpec:
+    """Checked sampling parameters of one request."""
+
+    max_tokens: int
+    temperature: float
+    top_k: int
+    top_p: float
+    seed: int | None
+    stop_ids: frozenset[int]
+    stop_strings: tuple[str, ...]
+
+
+def sampling_spec(params: dict[str, Any], loaded: LoadedModel, prompt_length: int) -> SamplingSpec:
+    """Check the wire's sampling parameters. Raises ApiError 422 with what was expected."""
+
+    def refuse(message: str) -> ApiError:
+        return ApiError(422, "invalid_sampling_params", message)
+
+    def number(name: str, default: float) -> float:
+        value = params.get(name, default)
+        is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+        if not is_number or not math.isfinite(value):
+            raise refuse(f"{name} must be a finite number, got {value!r}")
+        return value
+
+    unknown = sorted(set(params) - KNOWN_PARAMS)
+    if unknown:
+        raise refuse(f"unknown {', '.join(unknown)}; known: {', '.join(sorted(KNOWN_PARAMS))}")
+    max_tokens = params["max_tokens"]
+    room = loaded.context_length - prompt_length
+    if not 1 <= max_tokens <= room:
+        raise ApiError(
+            422,
+            "context_length_exceeded",
+            f"prompt of {prompt_length} tokens and max_tokens {max_tokens} exceed the context "
+            f"of {loaded.context_length}",
+        )
+    temperature, top_p, top_k = (
+        number("temperature", 1.0),
+        number("top_p", 1.0),
+        number("top_k", -1),
+    )
+    if temperature < 0:
+        raise refuse(f"temperature must be 0 or more, got {temperature}")
+    if not 0 < top_p <= 1:
+        raise refuse(f"top_p must be above 0 and at most 1, got {top_p}")
+    if top_k != -1 and (top_k != int(top_k) or top_k < 1):
+        raise refuse(f"top_k must be -1 or a whole number of at least 1, got {top_k}")
+    seed = params.get("seed")
+    if seed is not None and (not isinstance(seed, int) or isinstance(seed, bool)):
+        raise refuse(f"seed must be a whole number, got {seed!r}")
+    stop_ids, stop_strings = set(loaded.end_ids), []
+    for stop in listed(params.get("stop_token_ids"), int, "stop_token_ids", refuse):
+        stop_ids.add(stop)
+    for stop in listed(params.get("stop"), str, "stop", refuse):
+        if not stop:
+            raise refuse("stop must not hold an empty string")
+        ids = loaded.tokenizer.encode(stop, add_special_tokens=False)
+        # A stop that is one special token never shows in the text: it is matched by id.
+        if len(ids) == 1 and ids[0] in loaded.tokenizer.all_special_ids:
+            stop_ids.add(ids[0])
+        else:
+            stop_strings.append(stop)
+    return SamplingSpec(
+        max_tokens, temperature, int(top_k), top_p, seed, frozenset(stop_ids), tuple(stop_strings)
+    )
+
+
+def listed(value: Any, of: type, name: str, refuse: Callable[[str], ApiError]) -> list[Any]:
+    """`value` as a list of `of`; a missing value is an empty list."""
+    if value is None:
+        return []
+    is_list = isinstance(value, list)
+    if not is_list or not all(isinstance(v, of) and not isinstance(v, bool) for v in value):
+        raise refuse(f"{name} must be a list of {of.__name__}, got {value!r}")
+    return value
+
+
+@dataclass
+class SampleJob:
+    """One sampling request on its way through the batch."""
+
+    prompt: list[int]
+    spec: SamplingSpec
+    num_samples: int
+    want_prompt_logprobs: bool
+    topk_prompt_logprobs: int
+    stream_seed: int
+    finish: Callable[["SampleResult | BaseException"], None]
+    result: "SampleResult" = field(default_factory=lambda: SampleResult([]))
+    unfinished: int = 0
+
+
+@dataclass
+class SampleResult:
+    """What a request gets back; log-probabilities are natural logarithms."""
+
+    sequences: list["Sequence"]
+    prompt_logprobs: list[float | None] | None = None
+    topk_prompt_logprobs: list[list[tuple[int, float]] | None] | None = None
+
+
+@dataclass
+class Sequence:
+    """One sequence being generated; `uniforms` drive its choices, one per token."""
+
+    job: SampleJob
+    uniforms: np.ndarray
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    stop_reason: str = ""
+    text: str = ""
+
+
+class SlotCache(Cache):
+    """KV cache with one slot a sequence, each at its own length.
+
+    Keys and values are [slots, kv_heads, capacity, head_dim] per layer; the first `used` slots
+    are live. `positions` [used] says where the next key and value of each slot go.
+    """
+
+    def __init__(self) -> None:
+        self.keys: list[torch.Tensor] = []
+        self.values: list[torch.Tensor] = []
+        self.positions = torch.empty(0, dtype=torch.long)
+        self.used = 0
+        self.width = 0
+        self.layers = []  # of transformers' Cache: this one keeps its tensors itself
+
+    def add(
+        self,
+        keys: list[torch.Tensor],
+        values: list[torch.Tensor],
+        rows: torch.Tensor,
+        lengths: torch.Tensor,
+    ) -> None:
+        """Append slots: slot i copies prompt `rows[i]` of a prefill of `lengths[i]` tokens."""
+        count, width = len(rows), keys[0].shape[2]
+        self._reserve(self.used + count, width, like=keys)
+        for mine, new in ((self.keys, keys), (self.values, values)):
+            for layer, tensor in enumerate(new):
+                mine[layer][self.used : self.used + count, :, :width] = tensor[rows]
+        self.positions = torch.cat([self.positions.to(lengths.device), lengths])
+        self.used += count
+
+    def _reserve(self, slots: int, width: int, like: list[torch.Tensor]) -> None:
+        """Grow the buffers, doubling, so that growing stays rare."""
+        have_slots, have_width = (
+            (self.keys[0].shape[0], self.keys[0].shape[2]) if self.keys else (0, 0)
+        )
+        if slots <= have_slots and width <= have_width:
+            return
+        slots = max(slots, 2 * have_slots) if slots > have_slots else have_slots
+        width = max(width + 64, 2 * have_width) if width > have_width else have_width
+        for buffers in (self.keys, self.values):
+            grown = [t.new_zeros(slots, t.shape[1], width, t.shape[3]) for t in like]
+            for layer, old in enumerate(buffers):
+                grown[layer][: self.used, :, : old.shape[2]] = old[: self.used]
+            buffers[:] = grown
+
+    def remove(self, slot: int) -> None:
+        """Free a slot by moving the last live one into it."""
+        last = self.used - 1
+        if slot != last:
+            for tensor in (*self.keys, *self.values, self.positions):
+                tensor[slot] = tensor[last]
+        self.positions = self.positions[:last]
+        self.used = last
+
+    def begin_step(self) -> torch.Tensor:
+        """Make room for one more token a slot; returns the attention mask
+        [used, 1, 1, width], True where a slot may look."""
+        self.width = int(self.positions.max()) + 1
+        self._reserve(self.used, self.width, like=self.keys)
+        self.rows = torch.arange(self.used, device=self.positions.device)
+        reach = torch.arange(self.width, device=self.positions.device)
+        return (reach <= self.positions[:, None])[:, None, None]
+
+    def end_step(self) -> None:
+        self.positions += 1
+
+    # -- the part of transformers' Cache that a decoder layer calls ----------------------------
+
+    def update(
+        self,
+        key_states: torch.Tensor,
+        value_states: torch.Tensor,
+        layer_idx: int,
+        *_: Any,
+        **__: Any,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        keys, values = self.keys[layer_idx], self.values[layer_idx]
+        keys[self.rows, :, self.positions] = key_states[:, :, 0]
+        values[self.rows, :, self.positions] = value_states[:, :, 0]
+        return keys[: self.used, :, : self.width], values[: self.used, :, : self.width]
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        return self.width - 1
+
+
+class Batch:
+    """The running batch of one snapshot: `model` has the adapter merged in."""
+
+    def __init__(self, loaded: LoadedModel, model: torch.nn.Module) -> None:
+        self.loaded = loaded
+        self.model = model
+        self.cache = SlotCache()
+        self.sequences: list[Sequence] = []
+        self.next_tokens: list[int] = []
+
+    @torch.inference_mode()
+    def admit(self, jobs: list[SampleJob]) -> None:
+        """Prefill the jobs' prompts, each distinct prompt once, and choose the first tokens."""
+        rows_by_prompt: dict[tuple[int, ...], list[SampleJob]] = {}
+        for job in jobs:
+            rows_by_prompt.setdefault(tuple(job.prompt), []).append(job)
+        prompts = sorted(rows_by_prompt, key=len)
+        start = 0
+        for end in range(1, len(prompts) + 1):
+            is_full = (
+                end < len(prompts) and len(prompts[end]) * (end + 1 - start) > MAX_PREFILL_TOKENS
+            )
+            if end == len(prompts) or is_full:
+                group = prompts[start:end]
+                self._prefill(group, [rows_by_prompt[prompt] for prompt in group])
+                start = end
+
+    def _prefill(
+        self, prompts: list[tuple[int, ...]], jobs_by_prompt: list[list[SampleJob]]
+    ) -> None:
+        device = self.loaded.device
+        width = max(map(len, prompts))
+        tokens = torch.tensor([p + (0,) * (width - len(p)) for p in prompts], device=device)
+        lengths = torch.tensor([len(p) for p in prompts], device=device)
+        output = self.model.get_decoder()(input_ids=tokens, use_cache=True)
+        cache = getattr(output, self.loaded.cache_argument)
+        hidden, head = output.last_hidden_state, self.model.get_output_embeddings()
+        for row, jobs in enumerate(jobs_by_prompt):
+            wanting = [j for j in jobs if j.want_prompt_logprobs or j.topk_prompt_logprobs]
+            if wanting:
+                self._score_prompt(prompts[row], head(hidden[row, : len(prompts[row])]), wanting)
+        sequences, rows = [], []
+        for row, jobs in enumerate(jobs_by_prompt):
+            for job in jobs:
+                for index in range(job.num_samples):
+                    uniforms = uniforms_for(job.stream_seed, index, job.spec.max_tokens)
+                    sequences.append(Sequence(job, uniforms))
+                    rows.append(row)
+                job.result.sequences = sequences[-job.num_samples :]
+                job.unfinished = job.num_samples
+        chosen = torch.tensor(rows, device=device)
+        last_hidden = hidden[torch.arange(len(prompts), device=device), lengths - 1]
+        self.cache.add(
+            [layer.keys for layer in cache.layers],
+            [layer.values for layer in cache.layers],
+            chosen,
+            lengths[chosen],
+        )
+        first = len(self.sequences)
+        self.sequences.extend(sequences)
+        self._choose(head(last_hidden)[chosen], first)
+
+    def _score_prompt(
+        self, prompt: tuple[int, ...], logits: torch.Tensor, jobs: list[SampleJob]
+    ) -> None:
+        """Log-probability of every prompt token given those before it; None for the first."""
+        logprobs = torch.log_softmax(logits.float(), dim=-1)
+        targets = torch.tensor(prompt[1:], device=logits.device)
+        scores = logprobs[:-1].gather(1, targets[:, None])[:, 0].tolist()
+        for job in jobs:
+            if job.want_prompt_logprobs:
+                job.result.prompt_logprobs = [None, *scores]
+            if job.topk_prompt_logprobs:
+                top = logprobs[:-1].topk(min(job.topk_prompt_logprobs, logprobs.shape[1]))
+                pairs = zip(top.indices.tolist(), top.values.tolist(), strict=True)
+                job.result.topk_prompt_logprobs = [
+                    None,
+                    *[list(zip(ids, values, strict=True)) for ids, values in pairs],
+                ]
+
+    @torch.inference_mode()
+    def step(self) -> None:
+        """Generate one token for every live sequence."""
+        device = self.loaded.device
+        mask = self.cache.begin_step()
+        output = self.model.get_decoder()(
+            input_ids=torch.tensor(self.next_tokens, device=device)[:, None],
+            attention_mask=mask,
+            position_ids=self.cache.positions[:, None],
+            use_cache=True,
+            **{self.loaded.cache_argument: self.cache},
+        )
+        self.cache.end_step()
+        logits = self.model.get_output_embeddings()(output.last_hidden_state[:, 0])
+        self.next_tokens = []
+        self._choose(logits, 0)
+
+    def _choose(self, logits: torch.Tensor, first: int) -> None:
+        """Pick a token for `sequences[first:]` from `logits` [rows, vocabulary]; drop what ends."""
+        rows = self.sequences[first:]
+        logprobs = torch.log_softmax(logits.float(), dim=-1)
+        chosen = pick(logits.float(), logprobs, rows)
+        tokens = chosen.tolist()
+        scores = logprobs.gather(1, chosen[:, None])[:, 0].tolist()
+        self.next_tokens.extend(tokens)
+        ended = []
+        for row, (sequence, token, score) in enumerate(zip(rows, tokens, scores, strict=True)):
+            sequence.tokens.append(token)
+            sequence.logprobs.append(score)
+            if self._has_ended(sequence, token):
+                ended.append(first + row)
+        for slot in reversed(ended):
+            sequence = self.sequences[slot]
+            self.cache.remove(slot)
+            last_sequence, last_token = self.sequences.pop(), self.next_tokens.pop()
+            if slot < len(self.sequences):
+                self.sequences[slot], self.next_tokens[slot] = last_sequence, last_token
+            sequence.job.unfinished -= 1
+            if not sequence.job.unfinished:
+                sequence.job.finish(sequence.job.result)
+
+    def _has_ended(self, sequence: Sequence, token: int) -> bool:
+        spec, tokenizer = sequence.job.spec, self.loaded.tokenizer
+        if token in spec.stop_ids:
+            sequence.stop_reason = "stop"
+        elif spec.stop_strings:
+            # Bytes of one token can be a single character, so a string of n characters lies
+            # within the last n tokens or so; the slack covers characters of several tokens.
+            longest = max(map(len, spec.stop_strings))
+            tail = tokenizer.decode(sequence.tokens[-(longest * 4 + STOP_STRING_SLACK) :])
+            if any(stop in tail for stop in spec.stop_strings):
+                sequence.stop_reason = "stop"
+        if not sequence.stop_reason and len(sequence.tokens) >= spec.max_tokens:
+            sequence.stop_reason = "length"
+        if not sequence.stop_reason:
+            return False
+        text = tokenizer.decode(sequence.tokens, skip_special_tokens=True)
+        cuts = [text.find(stop) for stop in spec.stop_strings if stop in text]
+        sequence.text = text[: min(cuts)] if cuts else text
+        return True
+
+    def cancel(self, error: BaseException) -> None:
+        """Give every unfinished job an error and empty the batch."""
+        jobs = {id(s.job): s.job for s in self.sequences}
+        self.sequences, self.next_tokens, self.cache = [], [], SlotCache()
+        for job in jobs.values():
+            job.finish(error)
+
+
+def pick(logits: torch.Tensor, logprobs: torch.Tensor, rows: list[Sequence]) -> torch.Tensor:
+    """Token per row [rows] by inverting the cumulative distribution at the row's next uniform."""
+    specs = [s.job.spec for s in rows]
+    if all(spec.temperature == 0 for spec in specs):
+        return logits.argmax(dim=-1)
+    uniforms = torch.tensor(
+        [s.uniforms[len(s.tokens)] for s in rows], dtype=torch.float32, device=logits.device
+    )
+    if any(spec.temperature != 1 for spec in specs):
+        # A zero temperature is handled below; any positive number keeps its row finite.
+        temperatures = [spec.temperature or 1.0 for spec in specs]
+        scaled = logits / torch.tensor(temperatures, device=logits.device)[:, None]
+        probabilities = torch.softmax(scaled, dim=-1)
+    else:
+        probabilities = logprobs.exp()
+    if any(spec.top_k > 0 or spec.top_p < 1 for spec in specs):
+        probabilities = filtered(probabilities, specs)
+    cumulative = probabilities.cumsum(dim=-1)
+    # Scaling by the last entry absorbs rounding and the mass that filtering removed.
+    marks = uniforms[:, None] * cumulative[:, -1:]
+    chosen = torch.searchsorted(cumulative, marks, right=True)[:, 0]
+    chosen = chosen.clamp_max(logits.shape[1] - 1)
+    if any(spec.temperature == 0 for spec in specs):
+        greedy = torch.tensor([spec.temperature == 0 for spec in specs], device=logits.device)
+        chosen = torch.where(greedy, logits.argmax(dim=-1), chosen)
+    return chosen
+
+
+def filtered(probabilities: torch.Tensor, specs: list[SamplingSpec]) -> torch.Tensor:
+    """Zero what top-k and then top-p leave out; the most likely token always stays."""
+    device, vocabulary = probabilities.device, probabilities.shape[1]
+    ordered, order = probabilities.sort(dim=-1, descending=True)
+    limits = [spec.top_k if spec.top_k > 0 else vocabulary for spec in specs]
+    rank = torch.arange(vocabulary, device=device)
+    kept = rank < torch.tensor(limits, device=device)[:, None]
+    ordered = ordered * kept
+    before = ordered.cumsum(dim=-1) - ordered
+    shares = torch.tensor([spec.top_p for spec in specs], device=device)[:, None]
+    kept = (before < shares * ordered.sum(dim=-1, keepdim=True)) | (rank == 0)
+    return torch.zeros_like(probabilities).scatter(1, order, ordered * kept)
+
+
+def uniforms_for(stream_seed: int, index: int, count: int) -> np.ndarray:
+    """`count` numbers in [0, 1) for sample `index` of a request, independent of everything else."""
+    return np.random.Generator(np.random.Philox(key=[stream_seed, index])).random(count)
+
+
+def stream_seed(*parts: Any) -> int:
+    """A 63-bit seed from any printable parts."""
+    digest = hashlib.sha256(repr(parts).encode("utf-8")).digest()
+    return int.from_bytes(digest[:8], "little") >> 1

@@ -1,0 +1,115 @@
+"""The backend process: builds the state, serves on loopback, ends when its parent does."""
+
+import json
+import os
+import signal
+import socket
+import sys
+import threading
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TextIO
+
+LOOPBACK = "127.0.0.1"
+
+
+@dataclass(frozen=True)
+class ServerOptions:
+    """Everything `serve` and `run` can set."""
+
+    port: int = 0
+    store: Path = Path(".trio-local/checkpoints")
+    record: Path = Path(".trio-local/runs/latest")
+    reduction: str = "default"
+    faults: dict[str, object] = field(default_factory=dict)
+    models: dict[str, str] = field(default_factory=dict)
+    seed: int = 0
+    device: str = "cpu"
+    threads: int = 1
+    max_batch_size: int | None = 256
+    max_tokens_per_request: int | None = 262_144
+    api_key: str | None = None
+
+
+def bound_socket(port: int) -> socket.socket:
+    """A socket bound to loopback. Raises OSError when the port is taken."""
+    listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+    if os.name == "posix":
+        # On Windows this option would let two servers share a port.
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    listener.bind((LOOPBACK, port))
+    return listener
+
+
+def serve(options: ServerOptions, ready: TextIO, follow_parent: bool) -> None:
+    """Serve until told to stop. Writes one JSON line {"url": ...} to `ready` once listening.
+
+    With `follow_parent`, standard input is a pipe held by the parent: lines `watch PID` and
+    `unwatch` name the script to end with us should the parent die, and its end ends the server.
+    """
+    listener = bound_socket(options.port)
+    port = listener.getsockname()[1]
+
+    import uvicorn
+
+    from trio_local.app import build_app
+    from trio_local.catalogue import Catalogue
+    from trio_local.engine import Engine
+    from trio_local.faults import Faults
+    from trio_local.protocol import installed_sdk_version
+    from trio_local.recording import Recorder
+    from trio_local.state import Limits, State
+    from trio_local.store import CheckpointStore
+
+    sdk_version = installed_sdk_version() or ""
+    engine = Engine(options.device, options.reduction, options.seed, options.threads)
+    engine.start()
+    recorder = Recorder(
+        options.record,
+        {"sdk_version": sdk_version, "reduction": options.reduction, "seed": options.seed},
+    )
+    state = State(
+        catalogue=Catalogue(options.models),
+        store=CheckpointStore(options.store),
+        engine=engine,
+        recorder=recorder,
+        faults=Faults(options.faults, options.seed),
+        limits=Limits(options.max_batch_size, options.max_tokens_per_request),
+        api_key=options.api_key,
+        seed=options.seed,
+        sdk_version=sdk_version,
+        endpoint=f"http://{LOOPBACK}:{port}",
+    )
+    config = uvicorn.Config(
+        build_app(state),
+        log_level="warning",
+        access_log=False,
+        timeout_keep_alive=120,
+        timeout_graceful_shutdown=5,
+        lifespan="off",
+    )
+    server = uvicorn.Server(config)
+    if follow_parent:
+        threading.Thread(target=watch_parent, args=(server,), daemon=True).start()
+    ready.write(json.dumps({"url": state.endpoint}) + "\n")
+    ready.flush()
+    try:
+        server.run(sockets=[listener])
+    finally:
+        state.store.delete_temporary(set(state.training_runs))
+        recorder.close()
+        engine.stop()
+
+
+def watch_parent(server: "uvicorn.Server") -> None:  # noqa: F821
+    """Read the parent's pipe; when it ends, stop the watched script and the server."""
+    watched = 0
+    for line in sys.stdin:
+        word, _, value = line.strip().partition(" ")
+        watched = int(value) if word == "watch" else 0
+    if watched:
+        try:
+            os.kill(watched, signal.SIGTERM)
+        except OSError:
+            pass  # it ended by itself
+    server.should_exit = True

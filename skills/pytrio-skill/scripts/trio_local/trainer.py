@@ -1,0 +1,294 @@
+"""One training run: a LoRA adapter, its gradients and its AdamW state."""
+
+import json
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from peft import LoraConfig, get_peft_model
+from pytrio.protocol.actor.events.tensor import WireTensorData
+from pytrio.protocol.actor.events.trainer.forward import (
+    TrainerForwardBackwardPayload,
+    TrainerForwardDatum,
+)
+from pytrio.protocol.actor.events.trainer.optimize_step import TrainerAdamParamsPayload
+
+from trio_local.loading import LORA_ALPHA, LoadedModel, LoraSpec, shared_copy
+from trio_local.losses import IGNORED_TARGET, LOSSES, TokenBatch, counted, divisor, loss_settings
+from trio_local.protocol import ApiError
+
+# A microbatch stops growing at this many logits (256 MB of float32): only memory depends on it.
+MAX_LOGITS_PER_MICROBATCH = 64 * 1024 * 1024
+
+OPTIMIZER_FIELDS = ("exp_avg", "exp_avg_sq", "step")
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One datum as numbers; every list has the length of `tokens`."""
+
+    tokens: list[int]
+    targets: list[int]
+    fields: dict[str, list[float]]
+
+
+class Trainer:
+    """Forward, backward, AdamW, export and import of one LoRA adapter."""
+
+    def __init__(self, loaded: LoadedModel, spec: LoraSpec, reduction: str) -> None:
+        modules = loaded.linear_modules(spec)
+        if not modules:
+            raise ApiError(
+                422,
+                "invalid_lora_config",
+                "train_mlp, train_attn and train_unembed are all False: nothing would be trained",
+            )
+        self.loaded = loaded
+        self.spec = spec
+        self.reduction = reduction
+        self.config = LoraConfig(
+            r=spec.rank,
+            lora_alpha=LORA_ALPHA,
+            target_modules=modules,
+            lora_dropout=0.0,
+            bias="none",
+            task_type="CAUSAL_LM",
+            base_model_name_or_path=loaded.served.model_id,
+        )
+        torch.manual_seed(spec.seed)
+        # peft would add its own name to the base path; the plain module tree is enough for us.
+        self.model = get_peft_model(shared_copy(loaded.model), self.config)
+        self.parameters = {
+            name.replace(".default", ""): parameter
+            for name, parameter in self.model.named_parameters()
+            if parameter.requires_grad
+        }
+        self.optimizer = torch.optim.AdamW(self.parameters.values(), lr=0.0)
+
+    # -- forward and backward ---------------------------------------------------------------
+
+    def forward(self, payload: TrainerForwardBackwardPayload, backward: bool) -> dict[str, Any]:
+        """Run one forward (and backward) event.
+
+        Gradients are added to those already there. Returns the wire result: per sample the
+        log-probability of each target [positions], and loss_sum, loss_mean, token_count.
+        """
+        loss_name = payload.loss.type
+        settings = loss_settings(loss_name, payload.loss.config)
+        samples = [self._checked(i, d, loss_name) for i, d in enumerate(payload.data)]
+        denominator = divisor(loss_name, self.reduction, payload.gradient_accumulation.model_dump())
+        logprobs_by_sample: list[np.ndarray] = [np.empty(0, np.float32)] * len(samples)
+        loss_sum, token_count = 0.0, 0
+        self.model.train(False)
+        with torch.set_grad_enabled(backward):
+            for indices in self._microbatches(samples):
+                chosen = [samples[i] for i in indices]
+                batch = self._token_batch(chosen, payload.auto_shift)
+                per_token = LOSSES[loss_name].per_token(batch, settings)
+                # `where`, not a product: a masked position must not leak an inf or NaN.
+                per_token = torch.where(batch.active, per_token, per_token.new_zeros(()))
+                total = per_token.sum()
+                if backward:
+                    (total / denominator).backward()
+                loss_sum += float(total.detach())
+                token_count += int(counted(loss_name, batch).sum())
+                shown = torch.where(batch.active, batch.logprobs, 0.0).detach().cpu().numpy()
+                for row, index in enumerate(indices):
+                    logprobs_by_sample[index] = shown[row, : len(samples[index].tokens)]
+        if not math.isfinite(loss_sum):
+            self.optimizer.zero_grad()
+            raise ApiError(
+                422, "loss_not_finite", f"{loss_name} gave a loss of {loss_sum}; gradients dropped"
+            )
+        return {
+            "loss_fn_outputs": [
+                {"logprobs": WireTensorData.from_numpy(values).to_wire_value()}
+                for values in logprobs_by_sample
+            ],
+            "metrics": {
+                "loss_sum": loss_sum,
+                "loss_mean": loss_sum / token_count if token_count else 0.0,
+                "token_count": token_count,
+            },
+        }
+
+    def _checked(self, index: int, datum: TrainerForwardDatum, loss_name: str) -> Sample:
+        """Read one wire datum. Raises ApiError 422 naming the sample and both numbers."""
+        tokens: list[int] = []
+        for chunk in datum.model_input.chunks:
+            if chunk.type != "encoded_text":
+                raise ApiError(
+                    422,
+                    "images_not_supported",
+                    f"sample {index} has an image, {self.loaded.served.name} is served by the "
+                    f"text model {self.loaded.served.kind}",
+                )
+            tokens.extend(chunk.tokens)
+        length = len(tokens)
+        if not 1 <= length <= self.loaded.context_length:
+            raise ApiError(
+                422,
+                "sequence_length",
+                f"sample {index} has {length} tokens, allowed are 1 to "
+                f"{self.loaded.context_length}",
+            )
+        self._check_ids(index, "input", np.asarray(tokens))
+        targets = np.asarray(datum.target_ids)
+        self._check_ids(index, "target", np.where(targets == IGNORED_TARGET, 0, targets))
+        fields: dict[str, list[float]] = {}
+        for name in LOSSES[loss_name].reads:
+            values = getattr(datum, name)
+            if values is None and name == "weights":
+                values = [1.0] * length
+            if values is None:
+                raise ApiError(
+                    422, "missing_loss_input", f"sample {index}: {loss_name} needs {name}"
+                )
+            fields[name] = values
+        for name, values in [("target_ids", datum.target_ids), *fields.items()]:
+            if len(values) != length:
+                raise ApiError(
+                    422,
+                    "length_mismatch",
+                    f"sample {index}: {name} has {len(values)} entries for {length} tokens",
+                )
+        for name, values in fields.items():
+            if not all(map(math.isfinite, values)):
+                raise ApiError(422, "not_finite", f"sample {index}: {name} has a NaN or infinity")
+        return Sample(tokens, datum.target_ids, fields)
+
+    def _check_ids(self, index: int, what: str, ids: np.ndarray) -> None:
+        outside = np.flatnonzero((ids < 0) | (ids >= self.loaded.vocabulary_size))
+        if outside.size:
+            position = int(outside[0])
+            raise ApiError(
+                422,
+                "token_id_out_of_range",
+                f"sample {index}: {what} token {ids[position]} at position {position} is outside "
+                f"the vocabulary of {self.loaded.vocabulary_size}",
+            )
+
+    def _microbatches(self, samples: list[Sample]) -> list[list[int]]:
+        """Sample indices grouped by length, so that little is spent on padding."""
+        budget = max(1, MAX_LOGITS_PER_MICROBATCH // self.loaded.vocabulary_size)
+        groups: list[list[int]] = []
+        for index in sorted(range(len(samples)), key=lambda i: len(samples[i].tokens)):
+            longest = len(samples[index].tokens)
+            if groups and longest * (len(groups[-1]) + 1) <= budget:
+                groups[-1].append(index)
+            else:
+                groups.append([index])
+        return groups
+
+    def _token_batch(self, samples: list[Sample], auto_shift: bool) -> TokenBatch:
+        """Pad on the right and run the model: under a causal mask no real position sees padding.
+
+        With `auto_shift` the target at t is predicted from the input before t, and position 0,
+        which nothing predicts, is inactive.
+        """
+        device = self.loaded.device
+        width = max(len(s.tokens) for s in samples)
+
+        def padded(rows: list[list[Any]], fill: float, dtype: torch.dtype) -> torch.Tensor:
+            filled = [row + [fill] * (width - len(row)) for row in rows]
+            return torch.tensor(filled, dtype=dtype, device=device)
+
+        tokens = padded([s.tokens for s in samples], 0, torch.long)
+        targets = padded([s.targets for s in samples], IGNORED_TARGET, torch.long)
+        if auto_shift:
+            targets[:, 0] = IGNORED_TARGET
+        active = targets != IGNORED_TARGET
+        logits = self.model(input_ids=tokens, use_cache=False).logits.float()
+        if auto_shift:
+            logits = torch.cat([logits[:, :1], logits[:, :-1]], dim=1)
+        logprobs = -F.cross_entropy(
+            logits.flatten(0, 1), targets.clamp_min(0).flatten(), reduction="none"
+        ).view_as(targets)
+        values = {
+            name: padded([s.fields[name] for s in samples], 0.0, torch.float32)
+            for name in samples[0].fields
+        }
+        return TokenBatch(
+            logprobs=logprobs,
+            active=active,
+            weights=values.get("weights"),
+            old_logprobs=values.get("logprobs"),
+            advantages=values.get("advantages"),
+        )
+
+    # -- optimiser ---------------------------------------------------------------------------
+
+    def optimize(self, params: TrainerAdamParamsPayload) -> dict[str, float]:
+        """One AdamW step on the accumulated gradients, which are then cleared.
+
+        `grad_clip_norm` > 0 clips the global norm first. Returns the norm before clipping.
+        """
+        with_gradient = [p for p in self.parameters.values() if p.grad is not None]
+        limit = params.grad_clip_norm if params.grad_clip_norm > 0 else math.inf
+        norm = torch.nn.utils.clip_grad_norm_(with_gradient, limit) if with_gradient else 0.0
+        for group in self.optimizer.param_groups:
+            group.update(
+                lr=params.learning_rate,
+                betas=(params.beta1, params.beta2),
+                eps=params.eps,
+                weight_decay=params.weight_decay,
+            )
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return {"grad_norm": float(norm), "learning_rate": params.learning_rate}
+
+    # -- state -------------------------------------------------------------------------------
+
+    def adapter(self) -> dict[str, torch.Tensor]:
+        """A copy of the adapter's tensors under PEFT's names."""
+        return {name: p.detach().cpu().clone() for name, p in self.parameters.items()}
+
+    def adapter_config(self) -> dict[str, Any]:
+        """`adapter_config.json` as PEFT reads it."""
+        config = {
+            key: sorted(value) if isinstance(value, set) else value
+            for key, value in self.config.to_dict().items()
+        }
+        return json.loads(json.dumps(config, default=str))
+
+    def optimizer_state(self) -> dict[str, torch.Tensor]:
+        """Adam moments and step counts, named `<parameter>.<field>`; empty before any step."""
+        return {
+            f"{name}.{field}": self.optimizer.state[parameter][field].detach().cpu().clone()
+            for name, parameter in self.parameters.items()
+            if parameter in self.optimizer.state
+            for field in OPTIMIZER_FIELDS
+        }
+
+    def load(
+        self, adapter: dict[str, torch.Tensor], optimizer: dict[str, torch.Tensor] | None
+    ) -> None:
+        """Replace the adapter and, when given, the optimiser state.
+
+        Raises ApiError 422 when the checkpoint has other tensors than this run.
+        """
+        if adapter.keys() != self.parameters.keys():
+            raise ApiError(
+                422, "checkpoint_mismatch", "the checkpoint adapts other layers than this run"
+            )
+        with torch.no_grad():
+            for name, parameter in self.parameters.items():
+                if adapter[name].shape != parameter.shape:
+                    raise ApiError(
+                        422,
+                        "checkpoint_mismatch",
+                        f"{name} is {list(adapter[name].shape)} in the checkpoint and "
+                        f"{list(parameter.shape)} here",
+                    )
+                parameter.copy_(adapter[name])
+        for name, parameter in self.parameters.items():
+            if optimizer and f"{name}.step" in optimizer:
+                self.optimizer.state[parameter] = {
+                    field: optimizer[f"{name}.{field}"].to(
+                        "cpu" if field == "step" else self.loaded.device
+                    )
+                    for field in OPTIMIZER_FIELDS
+                }
