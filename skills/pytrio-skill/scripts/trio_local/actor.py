@@ -416,13 +416,8 @@ def queue_sample(state: State, run: SamplingRun, body: SampleRequest) -> Future:
 
     adapter = None
     if run.adapter is not None:
-        tensors, checkpoint = run.adapter, run.checkpoint
-
-        def adapter() -> tuple[dict[str, Any], float]:
-            from trio_local.loading import LORA_ALPHA
-
-            return tensors, LORA_ALPHA / checkpoint.lora["rank"]
-
+        tensors, scale = run.adapter, run.served.lora_alpha / run.checkpoint.lora["rank"]
+        adapter = tensors, scale
     return state.engine.sample(run.served, run.snapshot, adapter, make_job)
 
 

@@ -22,6 +22,12 @@ WELL_KNOWN_MODELS = (
     "Qwen/Qwen3-4B-Instruct-2507",
 )
 
+# The cloud's alpha is not documented; 32 at every rank is what Tinker does. A local choice.
+LORA_ALPHA = 32.0
+# A model of a million parameters needs about sixteen times the learning rate of a real one. The
+# larger alpha gives it that, so a script keeps the learning rate meant for the cloud.
+STANDIN_LORA_ALPHA = 512.0
+
 # Kinds of local models and what they are.
 KINDS = {
     "standin": "a tiny model that ships with the skill and solves its tasks sometimes",
@@ -40,6 +46,11 @@ class ServedModel:
     name: str
     kind: str
     folder: Path
+
+    @property
+    def lora_alpha(self) -> float:
+        """Numerator of the adapter's scale alpha / rank, whatever the rank."""
+        return STANDIN_LORA_ALPHA if self.kind in ("standin", "large") else LORA_ALPHA
 
     @property
     def model_id(self) -> str:

@@ -77,13 +77,13 @@ class Engine:
         self,
         served: ServedModel,
         snapshot: str,
-        adapter: Callable[[], tuple[dict[str, Any], float]] | None,
+        adapter: tuple[dict[str, Any], float] | None,
         make_job: Callable[["LoadedModel", Future], "SampleJob"],
     ) -> Future:
         """Queue one sampling request.
 
-        `snapshot` names the weights; `adapter` loads them as (tensors, scale) when they are not
-        in memory, None for the base model. The future gets a SampleResult.
+        `snapshot` names the weights; `adapter` is their (tensors, scale), merged when they are
+        not in memory, None for the base model. The future gets a SampleResult.
         """
         future: Future = Future()
 
@@ -103,13 +103,13 @@ class Engine:
         self,
         served: ServedModel,
         snapshot: str,
-        adapter: Callable[[], tuple[dict[str, Any], float]] | None,
+        adapter: tuple[dict[str, Any], float] | None,
     ) -> "Batch":
         from trio_local.sampler import Batch
 
         if snapshot not in self._batches:
             loaded = self.model(served)
-            model = loaded.model if adapter is None else loaded.merged(*adapter())
+            model = loaded.model if adapter is None else loaded.merged(*adapter)
             self._batches[snapshot] = Batch(loaded, model)
             idle = [
                 name

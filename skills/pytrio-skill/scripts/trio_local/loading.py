@@ -12,10 +12,6 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from trio_local.catalogue import ServedModel, context_length
 
-# The cloud's alpha is not documented. 32 whatever the rank is what Tinker does; a local choice.
-LORA_ALPHA = 32.0
-
-
 @dataclass(frozen=True)
 class LoraSpec:
     """What `create_lora_training_client` asks for."""
@@ -25,12 +21,6 @@ class LoraSpec:
     train_mlp: bool
     train_attn: bool
     train_unembed: bool
-
-    @property
-    def scale(self) -> float:
-        """Factor of B @ A in the adapted weight."""
-        return LORA_ALPHA / self.rank
-
 
 def shared_copy(model: torch.nn.Module) -> torch.nn.Module:
     """A second module tree over the same parameter tensors; changing one tree's modules or

@@ -16,7 +16,7 @@ from pytrio.protocol.actor.events.trainer.forward import (
 )
 from pytrio.protocol.actor.events.trainer.optimize_step import TrainerAdamParamsPayload
 
-from trio_local.loading import LORA_ALPHA, LoadedModel, LoraSpec, shared_copy
+from trio_local.loading import LoadedModel, LoraSpec, shared_copy
 from trio_local.losses import IGNORED_TARGET, LOSSES, TokenBatch, counted, divisor, loss_settings
 from trio_local.protocol import ApiError
 
@@ -51,7 +51,7 @@ class Trainer:
         self.reduction = reduction
         self.config = LoraConfig(
             r=spec.rank,
-            lora_alpha=LORA_ALPHA,
+            lora_alpha=loaded.served.lora_alpha,
             target_modules=modules,
             lora_dropout=0.0,
             bias="none",

@@ -1,0 +1,95 @@
+"""Fixtures: real backend processes, and the real SDK pointed at them."""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+# One thread, before torch is imported: see the design notes on spinning threads.
+os.environ["OMP_NUM_THREADS"] = "1"
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+SKILL = ROOT / "skills" / "pytrio-skill"
+DRYRUN = SKILL / "scripts" / "dryrun.py"
+KEY = "test-key"
+
+
+@dataclass
+class Backend:
+    """A running `dryrun.py serve`."""
+
+    url: str
+    store: Path
+    record: Path
+    process: subprocess.Popen
+
+    def client(self, **settings: object):
+        """A ServiceClient of the real SDK on this backend; `settings` go to `trio.configure`."""
+        import pytrio as trio
+
+        trio.configure(base_url=self.url, api_key=KEY, **settings)
+        return trio.ServiceClient()
+
+    def stop(self) -> None:
+        """End the backend as a parent's death would."""
+        if self.process.stdin and not self.process.stdin.closed:
+            self.process.stdin.close()
+        self.process.wait(30)
+
+
+def start_backend(folder: Path, *options: str, store: Path | None = None) -> Backend:
+    """Start a backend that keeps its recording under `folder`, and wait until it listens."""
+    folder.mkdir(parents=True, exist_ok=True)
+    store = store or folder / "store"
+    record = folder / "record"
+    command = [sys.executable, str(DRYRUN), "serve", "--follow-parent"]
+    command += ["--store", str(store), "--record", str(record), *options]
+    with (folder / "backend.log").open("wb") as log:
+        process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, text=True
+        )
+    line = process.stdout.readline()
+    if not line:
+        raise RuntimeError((folder / "backend.log").read_text(encoding="utf-8"))
+    return Backend(json.loads(line)["url"], store, record, process)
+
+
+@pytest.fixture
+def backend_factory(tmp_path: Path) -> Iterator[Callable[..., Backend]]:
+    """`backend_factory("--fault", "capacity=1", store=...)` starts a backend of the test's own."""
+    started: list[Backend] = []
+
+    def start(*options: str, store: Path | None = None) -> Backend:
+        backend = start_backend(tmp_path / f"backend{len(started)}", *options, store=store)
+        started.append(backend)
+        return backend
+
+    yield start
+    for backend in started:
+        backend.stop()
+
+
+@pytest.fixture(scope="session")
+def backend(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Backend]:
+    """One backend with default options, shared by all tests that do not need their own."""
+    running = start_backend(tmp_path_factory.mktemp("shared"))
+    yield running
+    running.stop()
+
+
+@pytest.fixture(autouse=True)
+def private_sdk_home(
+    tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The SDK in the test process never reads this machine's profiles."""
+    import pytrio as trio
+
+    for name in ("PYTRIO_API_KEY", "PYTRIO_BASE_URL", "PYTRIO_ENV"):
+        monkeypatch.delenv(name, raising=False)
+    trio.configure(home=str(tmp_path_factory.getbasetemp()))
