@@ -181,7 +181,7 @@ def backend_arguments(options: argparse.Namespace) -> list[str]:
     return arguments
 
 
-# -- commands ---------------------------------------------------------------------------------------
+# -- commands --------------------------------------------------------------------------------------
 
 
 def run(options: argparse.Namespace) -> int:
@@ -359,7 +359,7 @@ def doctor(options: argparse.Namespace) -> int:
     return EXIT_USAGE if problem else EXIT_OK
 
 
-# -- command line -----------------------------------------------------------------------------------
+# -- command line ----------------------------------------------------------------------------------
 
 
 class Parser(argparse.ArgumentParser):

@@ -28,7 +28,15 @@ from starlette.routing import Route
 from trio_local.http import json_body, raw_body, require_content_type
 from trio_local.protocol import ApiError, pack, unpack, validation_message
 from trio_local.recording import packed_floats, packed_ids
-from trio_local.state import MAX_EVENTS_AHEAD, Event, SamplingRun, State, TrainingRun, now
+from trio_local.state import (
+    ENDED_STATUSES,
+    MAX_EVENTS_AHEAD,
+    Event,
+    SamplingRun,
+    State,
+    TrainingRun,
+    now,
+)
 
 DEFAULT_WAIT_SECONDS = 30.0
 MAX_WAIT_SECONDS = 60.0
@@ -36,6 +44,8 @@ HEARTBEAT_MS = 60_000
 # A sampling answer begins with white space while the work lasts: JSON allows it, and the SDK's
 # idle timeout sees a living connection.
 KEEP_ALIVE_SECONDS = 10.0
+# A local choice: all samples of a request are in memory at once.
+MAX_SAMPLES_PER_REQUEST = 1024
 
 
 # -- events ----------------------------------------------------------------------------------------
@@ -70,6 +80,8 @@ async def submit_event(request: Request) -> Response:
         raise ApiError(422, "invalid_event", f"event version {envelope.version} is not supported")
     if envelope.metadata.run_id != run.cuid:
         raise ApiError(403, "run_mismatch", "the token belongs to another run than the event")
+    if run.status in ENDED_STATUSES:
+        raise ApiError(409, "run_ended", f"the training run has ended ({run.status})")
     if envelope.event_id in run.events:
         raise ApiError(409, "event_exists", f"event {envelope.event_id} was already submitted")
     index = envelope.metadata.index
@@ -170,8 +182,17 @@ def init_run(state: State, run: TrainingRun, event: Event, payload: Any) -> dict
                 "invalid_lora_config",
                 f"{name} is {value} in init_run and {run.lora[name]} in the training run",
             )
+    if payload.base_model != run.served.model_id:
+        raise ApiError(422, "model_mismatch", "init_run names another base model than the run")
     if (payload.checkpoint_uri or "") != run.source_uri:
         raise ApiError(422, "checkpoint_mismatch", "init_run names another checkpoint than the run")
+    if payload.load_optimizer != run.restore_optimizer:
+        raise ApiError(
+            422,
+            "checkpoint_mismatch",
+            f"load_optimizer is {payload.load_optimizer} in init_run and "
+            f"{run.restore_optimizer} in the training run",
+        )
     seed = run.lora["seed"] if run.lora["seed"] is not None else state.seed + run.index
     spec = LoraSpec(
         rank=run.lora["rank"],
@@ -341,7 +362,7 @@ def packed_datum(datum: dict[str, Any], output: dict[str, Any]) -> dict[str, Any
     return packed
 
 
-# -- sampling ---------------------------------------------------------------------------------------
+# -- sampling --------------------------------------------------------------------------------------
 
 
 async def sample(request: Request) -> Response:
@@ -377,6 +398,13 @@ async def keep_alive(answer: "asyncio.Future[bytes]") -> Any:
 
 def queue_sample(state: State, run: SamplingRun, body: SampleRequest) -> Future:
     """Put a request into the batch of its snapshot."""
+    if body.num_samples > MAX_SAMPLES_PER_REQUEST:
+        raise ApiError(
+            422,
+            "too_many_samples",
+            f"num_samples is {body.num_samples}, at most {MAX_SAMPLES_PER_REQUEST} are sampled "
+            "at once",
+        )
     prompt: list[int] = []
     for chunk in body.prompt.chunks:
         if chunk.type != "encoded_text":
@@ -395,6 +423,13 @@ def queue_sample(state: State, run: SamplingRun, body: SampleRequest) -> Future:
         from trio_local.sampler import SampleJob, sampling_spec, stream_seed
 
         check_prompt(prompt, loaded.vocabulary_size)
+        if body.topk_prompt_logprobs > loaded.vocabulary_size:
+            raise ApiError(
+                422,
+                "invalid_sampling_params",
+                f"topk_prompt_logprobs is {body.topk_prompt_logprobs}, the vocabulary has "
+                f"{loaded.vocabulary_size}",
+            )
         spec = sampling_spec(body.sampling_params, loaded, len(prompt))
         unseeded = (state.seed, run.index, prompt, body.num_samples, repeat)
 
@@ -494,7 +529,7 @@ def record_sample(
     state.recorder.write("sample", **fields)
 
 
-# -- heartbeat --------------------------------------------------------------------------------------
+# -- heartbeat -------------------------------------------------------------------------------------
 
 
 async def heartbeat(request: Request) -> Response:

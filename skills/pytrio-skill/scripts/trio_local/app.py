@@ -30,8 +30,20 @@ class FaultMiddleware:
                 await asyncio.sleep(latency)
             is_actor = scope["path"].startswith(ACTOR_PREFIX)
             if is_actor and self.state.faults.strikes("drop_connection"):
-                return  # no answer: the server closes the connection
+                await cut_connection(receive)
+                return
         await self.app(scope, receive, send)
+
+
+async def cut_connection(receive: Receive) -> None:
+    """Close the client's connection before any answer.
+
+    ASGI cannot say this, and returning without an answer makes uvicorn send a 500; but its
+    `receive` is a method of the object that holds the connection.
+    """
+    receive.__self__.transport.close()  # type: ignore[attr-defined]
+    while (await receive())["type"] != "http.disconnect":
+        pass
 
 
 def refusal(request: Request, error: ApiError) -> Response:
@@ -80,6 +92,8 @@ def build_app(state: State) -> Starlette:
             Exception: on_defect,
         },
     )
+    # A path with a slash too many is an unknown path, not a redirect.
+    app.router.redirect_slashes = False
     app.state.backend = state
     app.add_middleware(FaultMiddleware, state=state)
     return app

@@ -14,7 +14,7 @@ from starlette.responses import FileResponse, JSONResponse, Response
 from starlette.routing import Route
 
 from trio_local.catalogue import context_length
-from trio_local.http import json_body, strict_page
+from trio_local.http import json_body, raw_body, strict_page
 from trio_local.protocol import ApiError, validation_message
 from trio_local.state import (
     WORKSPACE,
@@ -29,6 +29,8 @@ from trio_local.store import Checkpoint
 
 DOWNLOAD_LINK_LIFETIME = timedelta(hours=1)
 LORA_RANKS = range(4, 65)
+# What torch takes as a seed, less the half that no other library takes.
+SEEDS = range(-(2**63), 2**63)
 
 
 def state_of(request: Request) -> State:
@@ -90,7 +92,7 @@ async def verify_key(request: Request) -> Response:
 
 async def telemetry(request: Request) -> Response:
     """Accept what the SDK reports about itself and forget it."""
-    await request.body()
+    await raw_body(request)
     return JSONResponse({}, status_code=202)
 
 
@@ -199,10 +201,12 @@ def lora_of(body: TrainingRunCreateRequest) -> dict[str, Any]:
 
 async def create_training_run(request: Request) -> Response:
     state = state_of(request)
-    session = state.session(request.path_params["session"])
+    session = state.open_session(request.path_params["session"])
     body: TrainingRunCreateRequest = await parsed(request, TrainingRunCreateRequest)
     if body.lora_rank not in LORA_RANKS:
         raise ApiError(422, "invalid_lora_rank", f"rank must be 4 to 64, got {body.lora_rank}")
+    if body.seed is not None and body.seed not in SEEDS:
+        raise ApiError(422, "invalid_seed", "seed must be a 64-bit whole number")
     lora = lora_of(body)
     if body.source_checkpoint_uri:
         source = state.store.find(body.source_checkpoint_uri)
@@ -354,7 +358,7 @@ async def renew_training_run(request: Request) -> Response:
 
 async def create_sampling_run(request: Request) -> Response:
     state = state_of(request)
-    session = state.session(request.path_params["session"])
+    session = state.open_session(request.path_params["session"])
     body: SamplingRunCreateRequest = await parsed(request, SamplingRunCreateRequest)
     served = state.catalogue.resolve(body.base_model)
     checkpoint = None
@@ -475,7 +479,10 @@ async def list_checkpoints(request: Request) -> Response:
 
 
 async def list_run_checkpoints(request: Request) -> Response:
-    checkpoints = state_of(request).store.listed(request.path_params["run"])
+    state, run = state_of(request), request.path_params["run"]
+    checkpoints = state.store.listed(run)
+    if not checkpoints:
+        state.training_run(run)  # nothing to list, or nothing of that name
     return page_of(request, "checkpoints", checkpoints, checkpoint_json, 200)
 
 

@@ -8,18 +8,21 @@ from starlette.requests import Request
 
 from trio_local.protocol import ApiError
 
-# The largest call the SDK sends is far below this; beyond it a client is broken.
-MAX_BODY_BYTES = 256 * 1024 * 1024
-
 
 async def raw_body(request: Request) -> bytes:
     """The body's bytes. Raises ApiError 413 before a body over the limit is held in memory."""
+    limit = request.app.state.backend.limits.max_body_bytes
+    announced = request.headers.get("content-length", "")
+    size = int(announced) if announced.isdecimal() else 0
+    too_large = ApiError(413, "body_too_large", f"a body may have {limit} bytes")
+    if size > limit:
+        raise too_large
     parts: list[bytes] = []
     size = 0
     async for part in request.stream():
         size += len(part)
-        if size > MAX_BODY_BYTES:
-            raise ApiError(413, "body_too_large", f"a body may have {MAX_BODY_BYTES} bytes")
+        if size > limit:
+            raise too_large
         parts.append(part)
     return b"".join(parts)
 

@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from trio_local.catalogue import ServedModel, context_length
 
+
 @dataclass(frozen=True)
 class LoraSpec:
     """What `create_lora_training_client` asks for."""
@@ -21,6 +22,7 @@ class LoraSpec:
     train_mlp: bool
     train_attn: bool
     train_unembed: bool
+
 
 def shared_copy(model: torch.nn.Module) -> torch.nn.Module:
     """A second module tree over the same parameter tensors; changing one tree's modules or

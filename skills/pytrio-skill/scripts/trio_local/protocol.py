@@ -38,10 +38,17 @@ def unsupported_sdk_reason(installed: str | None) -> str | None:
 DEFECT_STATUS = 501
 
 
+MAX_MESSAGE_LENGTH = 600
+
+
 class ApiError(Exception):
     """A refusal with an HTTP status, a stable code and one sentence for the user."""
 
     def __init__(self, status: int, code: str, message: str) -> None:
+        # Messages quote what was sent, which may be long, or text that UTF-8 cannot encode.
+        if len(message) > MAX_MESSAGE_LENGTH:
+            message = message[: MAX_MESSAGE_LENGTH - 3] + "..."
+        message = message.encode("utf-8", "backslashreplace").decode("utf-8")
         super().__init__(message)
         self.status = status
         self.code = code

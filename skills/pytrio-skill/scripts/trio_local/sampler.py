@@ -26,6 +26,10 @@ MAX_PREFILL_TOKENS = 16 * 1024
 # A stop string is looked for in the decoded text of this many last tokens and its own length.
 STOP_STRING_SLACK = 8
 
+# Beyond these, logits divided by the temperature are no float32 numbers any more.
+LARGEST_NUMBER = 1e30
+GREEDY_BELOW = 1e-5
+
 KNOWN_PARAMS = {
     "max_tokens", "seed", "stop", "stop_token_ids", "temperature", "top_k", "top_p"
 }  # fmt: skip
@@ -53,7 +57,8 @@ def sampling_spec(params: dict[str, Any], loaded: LoadedModel, prompt_length: in
     def number(name: str, default: float) -> float:
         value = params.get(name, default)
         is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-        if not is_number or not math.isfinite(value):
+        # Written so that NaN fails, and without turning a whole number of any size into a float.
+        if not is_number or not abs(value) <= LARGEST_NUMBER:
             raise refuse(f"{name} must be a finite number, got {value!r}")
         return value
 
@@ -81,14 +86,16 @@ def sampling_spec(params: dict[str, Any], loaded: LoadedModel, prompt_length: in
     if top_k != -1 and (top_k != int(top_k) or top_k < 1):
         raise refuse(f"top_k must be -1 or a whole number of at least 1, got {top_k}")
     seed = params.get("seed")
-    if seed is not None and (not isinstance(seed, int) or isinstance(seed, bool)):
-        raise refuse(f"seed must be a whole number, got {seed!r}")
+    if seed is not None and (type(seed) is not int or not -(2**63) <= seed < 2**63):
+        raise refuse(f"seed must be a 64-bit whole number, got {seed!r}")
     stop_ids, stop_strings = set(loaded.end_ids), []
     for stop in listed(params.get("stop_token_ids"), int, "stop_token_ids", refuse):
+        if not 0 <= stop < loaded.vocabulary_size:
+            raise refuse(f"stop token {stop} is outside the vocabulary of {loaded.vocabulary_size}")
         stop_ids.add(stop)
     for stop in listed(params.get("stop"), str, "stop", refuse):
-        if not stop:
-            raise refuse("stop must not hold an empty string")
+        if not stop or not is_text(stop):
+            raise refuse(f"stop must hold strings of at least one character, got {stop!r}")
         ids = loaded.tokenizer.encode(stop, add_special_tokens=False)
         # A stop that is one special token never shows in the text: it is matched by id.
         if len(ids) == 1 and ids[0] in loaded.tokenizer.all_special_ids:
@@ -96,8 +103,23 @@ def sampling_spec(params: dict[str, Any], loaded: LoadedModel, prompt_length: in
         else:
             stop_strings.append(stop)
     return SamplingSpec(
-        max_tokens, temperature, int(top_k), top_p, seed, frozenset(stop_ids), tuple(stop_strings)
+        max_tokens=max_tokens,
+        temperature=temperature if temperature >= GREEDY_BELOW else 0.0,
+        top_k=min(int(top_k), loaded.vocabulary_size),
+        top_p=top_p,
+        seed=seed,
+        stop_ids=frozenset(stop_ids),
+        stop_strings=tuple(stop_strings),
     )
+
+
+def is_text(value: str) -> bool:
+    """False for half a surrogate pair, which JSON can carry and no tokenizer reads."""
+    try:
+        value.encode("utf-8")
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def listed(value: Any, of: type, name: str, refuse: Callable[[str], ApiError]) -> list[Any]:

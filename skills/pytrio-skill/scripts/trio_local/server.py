@@ -32,12 +32,14 @@ class ServerOptions:
 
 
 def bound_socket(port: int) -> socket.socket:
-    """A socket bound to loopback. Raises OSError when the port is taken."""
+    """A socket listening on loopback. Raises OSError when the port is taken."""
     listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
     if os.name == "posix":
         # On Windows this option would let two servers share a port.
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     listener.bind((LOOPBACK, port))
+    # From here on connections wait in the queue instead of being refused.
+    listener.listen(2048)
     return listener
 
 

@@ -21,6 +21,8 @@ WORKSPACE = "workspace-local"
 TOKEN_LIFETIME = timedelta(hours=1)
 # Results already fetched are kept for a repeated poll; older ones are dropped.
 FETCHED_EVENTS_KEPT = 64
+# What a closed session or an ended run reports.
+ENDED_STATUSES = ("ENDED", "CANCELLED")
 # An event this far ahead of the next one can only be a broken client.
 MAX_EVENTS_AHEAD = 256
 
@@ -117,10 +119,12 @@ class SamplingRun:
 
 @dataclass(frozen=True)
 class Limits:
-    """Request limits told to the SDK, which splits its calls accordingly."""
+    """Request limits. The first two are told to the SDK, which splits its calls accordingly."""
 
     max_batch_size: int | None
     max_tokens_per_request: int | None
+    # The largest call the SDK sends is far below this; beyond it a client is broken.
+    max_body_bytes: int = 256 * 1024 * 1024
 
     def capability(self, context_length: int) -> dict[str, int | None]:
         return {
@@ -159,6 +163,13 @@ class State:
 
     def session(self, cuid: str) -> Session:
         return _found(self.sessions, cuid, "service session")
+
+    def open_session(self, cuid: str) -> Session:
+        """A session that can still create runs. Raises ApiError 404 or 409."""
+        session = self.session(cuid)
+        if session.status in ENDED_STATUSES:
+            raise ApiError(409, "session_ended", f"the session has ended ({session.status})")
+        return session
 
     def training_run(self, cuid: str) -> TrainingRun:
         return _found(self.training_runs, cuid, "training run")

@@ -58,7 +58,7 @@ class CheckpointStore:
         self._sweep()
 
     def _sweep(self) -> None:
-        """Remove what a killed backend left half-written, what has expired and what was replaced."""
+        """Remove what a killed backend left half-written, what expired and what was replaced."""
         for folder in self.root.glob(f"{PART_PREFIX}*"):
             shutil.rmtree(folder, ignore_errors=True)
         self._known = {checkpoint.cuid: checkpoint for checkpoint in self._read_all()}

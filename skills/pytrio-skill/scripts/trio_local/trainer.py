@@ -79,6 +79,13 @@ class Trainer:
         loss_name = payload.loss.type
         settings = loss_settings(loss_name, payload.loss.config)
         samples = [self._checked(i, d, loss_name) for i, d in enumerate(payload.data)]
+        total_samples = payload.gradient_accumulation.total_samples
+        if total_samples < len(samples):
+            raise ApiError(
+                422,
+                "totals_mismatch",
+                f"total_samples is {total_samples}, this event alone has {len(samples)}",
+            )
         denominator = divisor(loss_name, self.reduction, payload.gradient_accumulation.model_dump())
         logprobs_by_sample: list[np.ndarray] = [np.empty(0, np.float32)] * len(samples)
         loss_sum, token_count = 0.0, 0
@@ -95,7 +102,7 @@ class Trainer:
                     (total / denominator).backward()
                 loss_sum += float(total.detach())
                 token_count += int(counted(loss_name, batch).sum())
-                shown = torch.where(batch.active, batch.logprobs, 0.0).detach().cpu().numpy()
+                shown = batch.logprobs.detach().cpu().numpy()
                 for row, index in enumerate(indices):
                     logprobs_by_sample[index] = shown[row, : len(samples[index].tokens)]
         if not math.isfinite(loss_sum):
@@ -211,11 +218,14 @@ class Trainer:
             name: padded([s.fields[name] for s in samples], 0.0, torch.float32)
             for name in samples[0].fields
         }
+        # A loss overflowing at an ignored position would give NaN gradients although its value is
+        # masked later (0 * inf in the backward of exp), so both log-probabilities are zero there.
+        old_logprobs = values.get("logprobs")
         return TokenBatch(
-            logprobs=logprobs,
+            logprobs=torch.where(active, logprobs, 0.0),
             active=active,
             weights=values.get("weights"),
-            old_logprobs=values.get("logprobs"),
+            old_logprobs=None if old_logprobs is None else torch.where(active, old_logprobs, 0.0),
             advantages=values.get("advantages"),
         )
 
@@ -225,7 +235,9 @@ class Trainer:
         """One AdamW step on the accumulated gradients, which are then cleared.
 
         `grad_clip_norm` > 0 clips the global norm first. Returns the norm before clipping.
+        Raises ApiError 422 for parameters that AdamW is not defined for.
         """
+        check_adam(params)
         with_gradient = [p for p in self.parameters.values() if p.grad is not None]
         limit = params.grad_clip_norm if params.grad_clip_norm > 0 else math.inf
         norm = torch.nn.utils.clip_grad_norm_(with_gradient, limit) if with_gradient else 0.0
@@ -292,3 +304,13 @@ class Trainer:
                     )
                     for field in OPTIMIZER_FIELDS
                 }
+
+
+def check_adam(params: TrainerAdamParamsPayload) -> None:
+    """Raises ApiError 422 for a value that would turn the weights into NaN, or be ignored."""
+    for name, value in params.model_dump().items():
+        limit = 1.0 if name in ("beta1", "beta2") else math.inf
+        if not 0 <= value < limit:
+            raise ApiError(
+                422, "invalid_adam_params", f"{name} must be from 0 to below {limit:g}, got {value}"
+            )

@@ -1,0 +1,49 @@
+# The two commands of a newcomer are `make demo` and `make test`; both set everything up first.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+SKILL := skills/pytrio-skill
+DRYRUN := $(BIN)/python $(SKILL)/scripts/dryrun.py
+# Torch's threads spin; one is the fastest choice on a shared machine.
+export OMP_NUM_THREADS ?= 1
+export TOKENIZERS_PARALLELISM := false
+
+.PHONY: demo test test-slow lint format package bench clean
+
+demo: $(VENV)/.ready
+	$(DRYRUN) run $(SKILL)/examples/quickstart_sft.py
+
+test: $(VENV)/.ready-dev
+	$(BIN)/python -m pytest
+
+test-slow: $(VENV)/.ready-dev
+	$(BIN)/python -m pytest -m slow
+
+lint: $(VENV)/.ready-dev
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy $(SKILL)/scripts/dryrun.py $(SKILL)/scripts/trio_local $(SKILL)/examples scripts
+	$(BIN)/python scripts/package.py --check
+
+format: $(VENV)/.ready-dev
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+package: $(VENV)/.ready
+	$(BIN)/python scripts/package.py
+
+bench: $(VENV)/.ready
+	$(BIN)/python scripts/bench.py
+
+# Installed again only when a requirements file changed.
+$(VENV)/.ready: requirements.txt $(SKILL)/scripts/requirements.txt scripts/make_venv.py
+	$(PYTHON) scripts/make_venv.py $(VENV) requirements.txt
+	@touch $@
+
+$(VENV)/.ready-dev: requirements-dev.txt $(VENV)/.ready
+	$(PYTHON) scripts/make_venv.py $(VENV) requirements-dev.txt
+	@touch $@
+
+clean:
+	rm -rf $(VENV) dist .pytest_cache .ruff_cache .mypy_cache .hypothesis .trio-local
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
