@@ -5,6 +5,7 @@ order of arrival; an event id is accepted once.
 """
 
 import asyncio
+import hashlib
 import json
 import time
 from concurrent.futures import Future
@@ -416,7 +417,8 @@ def queue_sample(state: State, run: SamplingRun, body: SampleRequest) -> Future:
         prompt.extend(chunk.tokens)
     # Without a seed the stream depends on what is asked and how often, not on when it arrives,
     # so that a concurrent loop is reproducible.
-    asked = hash((run.index, tuple(prompt), body.num_samples))
+    whole_request = body.model_dump_json(exclude={"request_id"})
+    asked = hashlib.sha256(whole_request.encode("utf-8")).hexdigest()
     repeat = run.repeats[asked] = run.repeats.get(asked, 0) + 1
 
     def make_job(loaded: Any, future: Future) -> Any:
@@ -431,7 +433,7 @@ def queue_sample(state: State, run: SamplingRun, body: SampleRequest) -> Future:
                 f"{loaded.vocabulary_size}",
             )
         spec = sampling_spec(body.sampling_params, loaded, len(prompt))
-        unseeded = (state.seed, run.index, prompt, body.num_samples, repeat)
+        unseeded = (state.seed, run.index, asked, repeat)
 
         def finish(outcome: Any) -> None:
             if isinstance(outcome, BaseException):

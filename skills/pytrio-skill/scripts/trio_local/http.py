@@ -2,11 +2,14 @@
 
 import json
 import math
+import re
 from typing import Any
 
 from starlette.requests import Request
 
 from trio_local.protocol import ApiError
+
+SURROGATE_ESCAPE = re.compile(rb"\\u[dD][89a-fA-F]")
 
 
 async def raw_body(request: Request) -> bytes:
@@ -43,7 +46,10 @@ async def json_body(request: Request) -> dict[str, Any]:
         return {}
     require_content_type(request, "application/json")
     try:
-        value = json.loads(raw, parse_constant=_refuse_constant)
+        value = json.loads(raw.decode("utf-8"), parse_constant=_refuse_constant)
+        if SURROGATE_ESCAPE.search(raw):
+            # Half of a pair is a str that can be kept but never written again.
+            json.dumps(value, ensure_ascii=False).encode("utf-8")
     except (ValueError, RecursionError) as error:
         raise ApiError(400, "invalid_request", f"body is not JSON: {error}") from None
     if not isinstance(value, dict):

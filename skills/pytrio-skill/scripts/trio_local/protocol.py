@@ -45,10 +45,9 @@ class ApiError(Exception):
     """A refusal with an HTTP status, a stable code and one sentence for the user."""
 
     def __init__(self, status: int, code: str, message: str) -> None:
-        # Messages quote what was sent, which may be long, or text that UTF-8 cannot encode.
+        # Messages quote what was sent, which may be long.
         if len(message) > MAX_MESSAGE_LENGTH:
             message = message[: MAX_MESSAGE_LENGTH - 3] + "..."
-        message = message.encode("utf-8", "backslashreplace").decode("utf-8")
         super().__init__(message)
         self.status = status
         self.code = code

@@ -9,7 +9,6 @@ special tokens and ends before a stop string.
 """
 
 import hashlib
-import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -18,6 +17,7 @@ import numpy as np
 import torch
 from transformers import Cache
 
+from trio_local.decoder import step_for
 from trio_local.loading import LoadedModel
 from trio_local.protocol import ApiError
 
@@ -94,8 +94,8 @@ def sampling_spec(params: dict[str, Any], loaded: LoadedModel, prompt_length: in
             raise refuse(f"stop token {stop} is outside the vocabulary of {loaded.vocabulary_size}")
         stop_ids.add(stop)
     for stop in listed(params.get("stop"), str, "stop", refuse):
-        if not stop or not is_text(stop):
-            raise refuse(f"stop must hold strings of at least one character, got {stop!r}")
+        if not stop:
+            raise refuse("stop must not hold an empty string")
         ids = loaded.tokenizer.encode(stop, add_special_tokens=False)
         # A stop that is one special token never shows in the text: it is matched by id.
         if len(ids) == 1 and ids[0] in loaded.tokenizer.all_special_ids:
@@ -111,15 +111,6 @@ def sampling_spec(params: dict[str, Any], loaded: LoadedModel, prompt_length: in
         stop_ids=frozenset(stop_ids),
         stop_strings=tuple(stop_strings),
     )
-
-
-def is_text(value: str) -> bool:
-    """False for half a surrogate pair, which JSON can carry and no tokenizer reads."""
-    try:
-        value.encode("utf-8")
-    except UnicodeEncodeError:
-        return False
-    return True
 
 
 def listed(value: Any, of: type, name: str, refuse: Callable[[str], ApiError]) -> list[Any]:
@@ -223,14 +214,14 @@ class SlotCache(Cache):
         self.positions = self.positions[:last]
         self.used = last
 
-    def begin_step(self) -> torch.Tensor:
-        """Make room for one more token a slot; returns the attention mask
-        [used, 1, 1, width], True where a slot may look."""
+    def begin_step(self) -> None:
+        """Make room for one more token a slot, and note in `visible` [used, width] where each
+        slot may look."""
         self.width = int(self.positions.max()) + 1
         self._reserve(self.used, self.width, like=self.keys)
         self.rows = torch.arange(self.used, device=self.positions.device)
         reach = torch.arange(self.width, device=self.positions.device)
-        return (reach <= self.positions[:, None])[:, None, None]
+        self.visible = reach <= self.positions[:, None]
 
     def end_step(self) -> None:
         self.positions += 1
@@ -260,6 +251,7 @@ class Batch:
     def __init__(self, loaded: LoadedModel, model: torch.nn.Module) -> None:
         self.loaded = loaded
         self.model = model
+        self.decode = step_for(model, loaded.cache_argument)
         self.cache = SlotCache()
         self.sequences: list[Sequence] = []
         self.next_tokens: list[int] = []
@@ -338,16 +330,10 @@ class Batch:
     def step(self) -> None:
         """Generate one token for every live sequence."""
         device = self.loaded.device
-        mask = self.cache.begin_step()
-        output = self.model.get_decoder()(
-            input_ids=torch.tensor(self.next_tokens, device=device)[:, None],
-            attention_mask=mask,
-            position_ids=self.cache.positions[:, None],
-            use_cache=True,
-            **{self.loaded.cache_argument: self.cache},
-        )
+        self.cache.begin_step()
+        hidden = self.decode(torch.tensor(self.next_tokens, device=device), self.cache)
         self.cache.end_step()
-        logits = self.model.get_output_embeddings()(output.last_hidden_state[:, 0])
+        logits = self.model.get_output_embeddings()(hidden)
         self.next_tokens = []
         self._choose(logits, 0)
 
@@ -390,9 +376,14 @@ class Batch:
             sequence.stop_reason = "length"
         if not sequence.stop_reason:
             return False
-        text = tokenizer.decode(sequence.tokens, skip_special_tokens=True)
-        cuts = [text.find(stop) for stop in spec.stop_strings if stop in text]
-        sequence.text = text[: min(cuts)] if cuts else text
+        sequence.text = tokenizer.decode(sequence.tokens, skip_special_tokens=True)
+        # A stop string may span special tokens, so it is looked for before they are left out.
+        whole = tokenizer.decode(sequence.tokens)
+        cuts = [whole.find(stop) for stop in spec.stop_strings if stop in whole]
+        if cuts:
+            sequence.text = whole[: min(cuts)]
+            for special in tokenizer.all_special_tokens:
+                sequence.text = sequence.text.replace(special, "")
         return True
 
     def cancel(self, error: BaseException) -> None:
@@ -421,8 +412,10 @@ def pick(logits: torch.Tensor, logprobs: torch.Tensor, rows: list[Sequence]) -> 
     if any(spec.top_k > 0 or spec.top_p < 1 for spec in specs):
         probabilities = filtered(probabilities, specs)
     cumulative = probabilities.cumsum(dim=-1)
-    # Scaling by the last entry absorbs rounding and the mass that filtering removed.
-    marks = uniforms[:, None] * cumulative[:, -1:]
+    # Scaling by the last entry absorbs rounding and the mass that filtering removed; a mark stays
+    # below it, or a number that rounds to one would pick the last token, filtered out or not.
+    total = cumulative[:, -1:]
+    marks = torch.minimum(uniforms[:, None] * total, total.nextafter(torch.zeros_like(total)))
     chosen = torch.searchsorted(cumulative, marks, right=True)[:, 0]
     chosen = chosen.clamp_max(logits.shape[1] - 1)
     if any(spec.temperature == 0 for spec in specs):

@@ -109,7 +109,7 @@ class SamplingRun:
     created: datetime
     adapter: dict[str, Any] | None = None
     requests: int = 0
-    repeats: dict[int, int] = field(default_factory=dict)
+    repeats: dict[str, int] = field(default_factory=dict)
 
     @property
     def snapshot(self) -> str:
