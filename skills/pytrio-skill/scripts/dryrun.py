@@ -176,6 +176,8 @@ def backend_arguments(options: argparse.Namespace) -> list[str]:
     ]  # fmt: skip
     for model in options.model:
         arguments += ["--model", model]
+    if options.demo:
+        arguments += ["--demo", str(options.demo)]
     if options.fault:
         arguments += ["--fault", options.fault]
     return arguments
@@ -254,6 +256,8 @@ def report(record: Path, script: Path, status: int) -> int:
         f"tokens: prefill {tokens['prefill']:,}, sample {tokens['sample']:,}, "
         f"train {tokens['train']:,}"
     )
+    for finding in summary["demo_findings"]:
+        say(f"--demo {finding}")
     say(f"recording: {record}")
     if status == EXIT_INTERRUPTED:
         say("interrupted")
@@ -280,11 +284,16 @@ def serve(options: argparse.Namespace) -> int:
     problem = installation_problem()
     if problem:
         stop(problem)
+    from trio_local.demos import Demos, read_demos
     from trio_local.faults import parse_faults
     from trio_local.protocol import ApiError
     from trio_local.server import ServerOptions
     from trio_local.server import serve as serve_backend
 
+    try:
+        demos = read_demos(options.demo) if options.demo else Demos()
+    except ValueError as error:
+        stop(f"--demo: {error}")
     try:
         faults = parse_faults(options.fault or "")
     except ValueError as error:
@@ -297,6 +306,7 @@ def serve(options: argparse.Namespace) -> int:
         reduction=options.reduction,
         faults=faults,
         models=dict(map(model_override, options.model)),
+        demos=demos,
         seed=options.seed,
         device=options.device,
         threads=options.threads,
@@ -385,6 +395,7 @@ def add_backend_options(parser: argparse.ArgumentParser) -> None:
         "--reduction", default="default", choices=REDUCTIONS,
         help="what summed losses are divided by (default: see references/dryrun.md)",
     )  # fmt: skip
+    add("--demo", type=Path, metavar="FILE", help="completions to emit, one JSON object a line")
     add("--fault", metavar="NAME=VALUE,...", help="faults to inject, such as latency=200ms")
     add("--seed", type=int, default=0, help="seed of unseeded sampling and LoRA (default: 0)")
     add("--device", default="cpu", help="torch device (default: cpu)")

@@ -27,7 +27,7 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 from trio_local.http import json_body, raw_body, require_content_type
-from trio_local.protocol import ApiError, pack, unpack, validation_message
+from trio_local.protocol import ApiError, check_nesting, pack, unpack, validation_message
 from trio_local.recording import packed_floats, packed_ids
 from trio_local.state import (
     ENDED_STATUSES,
@@ -77,6 +77,8 @@ async def submit_event(request: Request) -> Response:
         envelope = EventEnvelope.model_validate(raw)
     except ValidationError as error:
         raise ApiError(422, "invalid_event", validation_message(error)) from None
+    # The samples have a shape that is checked when the event runs, and are the bulk of it.
+    check_nesting({name: part for name, part in envelope.payload.items() if name != "data"})
     if envelope.version != EVENT_PROTOCOL_VERSION:
         raise ApiError(422, "invalid_event", f"event version {envelope.version} is not supported")
     if envelope.metadata.run_id != run.cuid:
@@ -204,8 +206,8 @@ def init_run(state: State, run: TrainingRun, event: Event, payload: Any) -> dict
     )
     trainer = Trainer(state.engine.model(run.served), spec, state.engine.reduction)
     if run.source_uri:
-        source = state.store.find(run.source_uri)
-        trainer.load(*state.store.load(source, with_optimizer=run.restore_optimizer))
+        source, adapter, optimizer = state.store.read(run.source_uri, run.restore_optimizer)
+        trainer.load(adapter, optimizer)
         run.optimizer_steps = source.step if run.restore_optimizer else 0
     run.trainer = trainer
     run.status = "RUNNING"
@@ -452,7 +454,7 @@ def queue_sample(state: State, run: SamplingRun, body: SampleRequest) -> Future:
         )
 
     adapter = None
-    if run.adapter is not None:
+    if run.adapter is not None and run.checkpoint is not None:
         tensors, scale = run.adapter, run.served.lora_alpha / run.checkpoint.lora["rank"]
         adapter = tensors, scale
     return state.engine.sample(run.served, run.snapshot, adapter, make_job)

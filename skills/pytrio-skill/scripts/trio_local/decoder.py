@@ -6,26 +6,28 @@ here; every other model goes through transformers. A test holds both to the same
 """
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
 import torch
 import torch.nn.functional as F
+
+from trio_local.loading import Model
 
 if TYPE_CHECKING:
     from trio_local.sampler import SlotCache
 
 # Given the last tokens [sequences] and the cache, the hidden states [sequences, width].
-Step = Callable[[torch.Tensor, "SlotCache"], torch.Tensor]
+Step: TypeAlias = Callable[[torch.Tensor, "SlotCache"], torch.Tensor]
 
 WRITTEN_OUT = ("llama", "qwen2", "qwen3")
 
 
-def step_for(model: torch.nn.Module, cache_argument: str) -> Step:
+def step_for(model: Model, cache_argument: str) -> Step:
     """The fastest step this model allows."""
     return WrittenOutStep(model) if is_written_out(model) else library_step(model, cache_argument)
 
 
-def is_written_out(model: torch.nn.Module) -> bool:
+def is_written_out(model: Model) -> bool:
     """Whether the model has exactly the layout below, rope without scaling included."""
     config = model.config
     layer_types = set(getattr(config, "layer_types", None) or ["full_attention"])
@@ -38,7 +40,7 @@ def is_written_out(model: torch.nn.Module) -> bool:
     )
 
 
-def library_step(model: torch.nn.Module, cache_argument: str) -> Step:
+def library_step(model: Model, cache_argument: str) -> Step:
     """The step through transformers' own forward."""
 
     def step(tokens: torch.Tensor, cache: "SlotCache") -> torch.Tensor:
@@ -57,7 +59,7 @@ def library_step(model: torch.nn.Module, cache_argument: str) -> Step:
 class WrittenOutStep:
     """The step of a Llama-like model: pre-norm attention with grouped keys, gated MLP."""
 
-    def __init__(self, model: torch.nn.Module) -> None:
+    def __init__(self, model: Model) -> None:
         self.decoder = model.get_decoder()
         self.heads = model.config.num_attention_heads
         self.groups = model.config.num_key_value_heads
@@ -108,7 +110,7 @@ class WrittenOutStep:
         return normalised(hidden, self.decoder.norm)
 
 
-def normalised(x: torch.Tensor, norm: torch.nn.Module) -> torch.Tensor:
+def normalised(x: torch.Tensor, norm: Model) -> torch.Tensor:
     """RMS normalisation over the last dimension; `F.rms_norm` is twice as slow at this size."""
     scale = torch.rsqrt(x.square().mean(dim=-1, keepdim=True) + norm.variance_epsilon)
     return norm.weight * (x * scale)

@@ -14,6 +14,7 @@ from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any
 
 from trio_local.catalogue import ServedModel
+from trio_local.demos import Demos
 from trio_local.protocol import DEFECT_STATUS, ApiError
 
 if TYPE_CHECKING:
@@ -31,7 +32,8 @@ SNAPSHOTS_KEPT = 4
 class Engine:
     """Owns the models and runs every computation on one thread."""
 
-    def __init__(self, device: str, reduction: str, seed: int, threads: int) -> None:
+    def __init__(self, device: str, reduction: str, seed: int, threads: int, demos: Demos) -> None:
+        self.demos = demos
         self.device = device
         self.reduction = reduction
         self.seed = seed
@@ -110,7 +112,7 @@ class Engine:
         if snapshot not in self._batches:
             loaded = self.model(served)
             model = loaded.model if adapter is None else loaded.merged(*adapter)
-            self._batches[snapshot] = Batch(loaded, model)
+            self._batches[snapshot] = Batch(loaded, model, self.demos)
             idle = [
                 name
                 for name, batch in self._batches.items()

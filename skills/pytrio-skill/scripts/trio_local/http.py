@@ -7,7 +7,7 @@ from typing import Any
 
 from starlette.requests import Request
 
-from trio_local.protocol import ApiError
+from trio_local.protocol import MAX_NESTING, ApiError, check_nesting
 
 SURROGATE_ESCAPE = re.compile(rb"\\u[dD][89a-fA-F]")
 
@@ -56,6 +56,8 @@ async def json_body(request: Request) -> dict[str, Any]:
         raise ApiError(
             400, "invalid_request", f"body must be an object, got {type(value).__name__}"
         )
+    if raw.count(b"[") + raw.count(b"{") > MAX_NESTING:
+        check_nesting(value)
     return value
 
 

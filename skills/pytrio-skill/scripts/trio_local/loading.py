@@ -5,12 +5,15 @@ import inspect
 import logging
 import warnings
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from trio_local.catalogue import ServedModel, context_length
+
+# transformers' models: their attributes depend on the architecture, so they are not typed.
+Model: TypeAlias = Any
 
 
 @dataclass(frozen=True)
@@ -24,7 +27,7 @@ class LoraSpec:
     train_unembed: bool
 
 
-def shared_copy(model: torch.nn.Module) -> torch.nn.Module:
+def shared_copy(model: Model) -> Model:
     """A second module tree over the same parameter tensors; changing one tree's modules or
     replacing its parameters leaves the other alone."""
     memo: dict[int, Any] = {id(p): p for p in model.parameters()}
@@ -41,13 +44,14 @@ class LoadedModel:
         self.served = served
         self.device = torch.device(device)
         self.tokenizer = AutoTokenizer.from_pretrained(served.folder, local_files_only=True)
-        model = AutoModelForCausalLM.from_pretrained(
+        model: Model = AutoModelForCausalLM.from_pretrained(
             served.folder, dtype=torch.float32, local_files_only=True
         )
-        self.model = model.to(self.device).eval().requires_grad_(False)
+        self.model: Model = model.to(self.device).eval().requires_grad_(False)
         self.vocabulary_size = int(self.model.config.get_text_config().vocab_size)
         self.context_length = context_length(served)
         self.end_ids = self._end_ids()
+        self.turn_end_id = self._turn_end_id()
         # Renamed in transformers 5; asking the signature keeps both generations working.
         parameters = inspect.signature(self.model.forward).parameters
         self.cache_argument = "cache" if "cache" in parameters else "past_key_values"
@@ -57,6 +61,11 @@ class LoadedModel:
         configured = self.model.generation_config.eos_token_id
         ids = configured if isinstance(configured, list) else [configured]
         return frozenset(i for i in [*ids, self.tokenizer.eos_token_id] if i is not None)
+
+    def _turn_end_id(self) -> int | None:
+        """The id that ends an assistant's turn, None for a model that has none."""
+        own = self.tokenizer.eos_token_id
+        return own if own is not None else min(self.end_ids, default=None)
 
     def linear_modules(self, spec: LoraSpec) -> list[str]:
         """Full names of the linear layers that the LoRA flags select."""
@@ -75,7 +84,7 @@ class LoadedModel:
                 chosen.append(name)
         return chosen
 
-    def merged(self, adapter: dict[str, torch.Tensor], scale: float) -> torch.nn.Module:
+    def merged(self, adapter: dict[str, torch.Tensor], scale: float) -> Model:
         """A copy of the model with W + scale * B @ A in place of every adapted weight W.
 
         `adapter` uses PEFT's names. Unadapted weights stay shared with the base.

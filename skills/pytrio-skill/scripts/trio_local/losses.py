@@ -29,13 +29,16 @@ IGNORED_TARGET = -100
 
 @dataclass(frozen=True)
 class TokenBatch:
-    """Padded tensors of one microbatch, each of shape [samples, positions]."""
+    """Padded tensors of one microbatch, each of shape [samples, positions].
+
+    Fields that the loss at hand does not read are a zero of shape [].
+    """
 
     logprobs: torch.Tensor
     active: torch.Tensor  # bool: a real position whose target is not ignored
-    weights: torch.Tensor | None = None
-    old_logprobs: torch.Tensor | None = None
-    advantages: torch.Tensor | None = None
+    weights: torch.Tensor
+    old_logprobs: torch.Tensor
+    advantages: torch.Tensor
 
 
 def cross_entropy(batch: TokenBatch, config: dict[str, float]) -> torch.Tensor:

@@ -39,6 +39,8 @@ DEFECT_STATUS = 501
 
 
 MAX_MESSAGE_LENGTH = 600
+# No request of the SDK needs ten levels; recorders and serialisers end at some hundreds.
+MAX_NESTING = 64
 
 
 class ApiError(Exception):
@@ -76,6 +78,21 @@ def unpack(raw: bytes) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise ApiError(400, "invalid_request", f"body must be a map, got {type(value).__name__}")
     return value
+
+
+def check_nesting(value: Any) -> None:
+    """Raises ApiError 400 for data nested so deep that writing it again would fail."""
+    level: list[Any] = [value]
+    for _ in range(MAX_NESTING):
+        level = [
+            child
+            for container in level
+            for child in (container.values() if isinstance(container, dict) else container)
+            if isinstance(child, (dict, list))
+        ]
+        if not level:
+            return
+    raise ApiError(400, "invalid_request", f"data nested deeper than {MAX_NESTING} levels")
 
 
 def validation_message(error: Exception) -> str:

@@ -76,11 +76,11 @@ class Recorder:
                 "tokens": {name: self.tokens[name] for name in ("prefill", "sample", "train")},
             }
 
-    def close(self) -> None:
+    def close(self, **additions: Any) -> None:
         """Write the closing record and `summary.json`; safe to call twice."""
         if self._file.closed:
             return
-        summary = self.summary()
+        summary = {**self.summary(), **additions}
         self.write("end", **summary)
         with self._lock:
             self._file.close()

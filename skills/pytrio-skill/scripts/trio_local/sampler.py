@@ -18,7 +18,8 @@ import torch
 from transformers import Cache
 
 from trio_local.decoder import step_for
-from trio_local.loading import LoadedModel
+from trio_local.demos import Demos
+from trio_local.loading import LoadedModel, Model
 from trio_local.protocol import ApiError
 
 # A prefill call stops growing at this many padded prompt tokens: only memory depends on it.
@@ -149,10 +150,12 @@ class SampleResult:
 
 @dataclass
 class Sequence:
-    """One sequence being generated; `uniforms` drive its choices, one per token."""
+    """One sequence being generated; `uniforms` drive its choices, one per token, except where a
+    demonstration has `forced` them."""
 
     job: SampleJob
     uniforms: np.ndarray
+    forced: list[int] = field(default_factory=list)
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     stop_reason: str = ""
@@ -248,8 +251,9 @@ class SlotCache(Cache):
 class Batch:
     """The running batch of one snapshot: `model` has the adapter merged in."""
 
-    def __init__(self, loaded: LoadedModel, model: torch.nn.Module) -> None:
+    def __init__(self, loaded: LoadedModel, model: Model, demos: Demos) -> None:
         self.loaded = loaded
+        self.demos = demos
         self.model = model
         self.decode = step_for(model, loaded.cache_argument)
         self.cache = SlotCache()
@@ -290,9 +294,9 @@ class Batch:
         sequences, rows = [], []
         for row, jobs in enumerate(jobs_by_prompt):
             for job in jobs:
-                for index in range(job.num_samples):
+                for index, forced in enumerate(self._forced(job)):
                     uniforms = uniforms_for(job.stream_seed, index, job.spec.max_tokens)
-                    sequences.append(Sequence(job, uniforms))
+                    sequences.append(Sequence(job, uniforms, forced))
                     rows.append(row)
                 job.result.sequences = sequences[-job.num_samples :]
                 job.unfinished = job.num_samples
@@ -307,6 +311,18 @@ class Batch:
         first = len(self.sequences)
         self.sequences.extend(sequences)
         self._choose(head(last_hidden)[chosen], first)
+
+    def _forced(self, job: SampleJob) -> list[list[int]]:
+        """Tokens that demonstrations put into each sample of a job.
+
+        Greedy requests show the model itself, so an evaluation at temperature 0 stays one.
+        """
+        if not self.demos.entries or job.spec.temperature == 0:
+            return [[]] * job.num_samples
+        tokenizer, end_id = self.loaded.tokenizer, self.loaded.turn_end_id
+        matching = self.demos.matching(str(tokenizer.decode(job.prompt)))
+        chosen = [self.demos.choose(matching, job.stream_seed, i) for i in range(job.num_samples)]
+        return [self.demos.tokens(entry, tokenizer, end_id) if entry else [] for entry in chosen]
 
     def _score_prompt(
         self, prompt: tuple[int, ...], logits: torch.Tensor, jobs: list[SampleJob]
@@ -343,6 +359,10 @@ class Batch:
         logprobs = torch.log_softmax(logits.float(), dim=-1)
         chosen = pick(logits.float(), logprobs, rows)
         tokens = chosen.tolist()
+        for row, sequence in enumerate(rows):
+            if len(sequence.tokens) < len(sequence.forced):
+                tokens[row] = sequence.forced[len(sequence.tokens)]
+        chosen = torch.tensor(tokens, device=logits.device)
         scores = logprobs.gather(1, chosen[:, None])[:, 0].tolist()
         self.next_tokens.extend(tokens)
         ended = []
@@ -369,16 +389,16 @@ class Batch:
             # Bytes of one token can be a single character, so a string of n characters lies
             # within the last n tokens or so; the slack covers characters of several tokens.
             longest = max(map(len, spec.stop_strings))
-            tail = tokenizer.decode(sequence.tokens[-(longest * 4 + STOP_STRING_SLACK) :])
+            tail = str(tokenizer.decode(sequence.tokens[-(longest * 4 + STOP_STRING_SLACK) :]))
             if any(stop in tail for stop in spec.stop_strings):
                 sequence.stop_reason = "stop"
         if not sequence.stop_reason and len(sequence.tokens) >= spec.max_tokens:
             sequence.stop_reason = "length"
         if not sequence.stop_reason:
             return False
-        sequence.text = tokenizer.decode(sequence.tokens, skip_special_tokens=True)
+        sequence.text = str(tokenizer.decode(sequence.tokens, skip_special_tokens=True))
         # A stop string may span special tokens, so it is looked for before they are left out.
-        whole = tokenizer.decode(sequence.tokens)
+        whole = str(tokenizer.decode(sequence.tokens)) if spec.stop_strings else ""
         cuts = [whole.find(stop) for stop in spec.stop_strings if stop in whole]
         if cuts:
             sequence.text = whole[: min(cuts)]

@@ -8,7 +8,9 @@ import sys
 import threading
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TextIO
+from typing import Any, TextIO
+
+from trio_local.demos import Demos
 
 LOOPBACK = "127.0.0.1"
 
@@ -23,6 +25,7 @@ class ServerOptions:
     reduction: str = "default"
     faults: dict[str, object] = field(default_factory=dict)
     models: dict[str, str] = field(default_factory=dict)
+    demos: Demos = field(default_factory=Demos)
     seed: int = 0
     device: str = "cpu"
     threads: int = 1
@@ -65,7 +68,7 @@ def serve(options: ServerOptions, ready: TextIO, follow_parent: bool) -> None:
     from trio_local.store import CheckpointStore
 
     sdk_version = installed_sdk_version() or ""
-    engine = Engine(options.device, options.reduction, options.seed, options.threads)
+    engine = Engine(options.device, options.reduction, options.seed, options.threads, options.demos)
     engine.start()
     recorder = Recorder(
         options.record,
@@ -100,12 +103,12 @@ def serve(options: ServerOptions, ready: TextIO, follow_parent: bool) -> None:
         server.run(sockets=[listener])
     finally:
         state.store.delete_temporary(set(state.training_runs))
-        recorder.close()
         engine.stop()
+        recorder.close(demo_findings=options.demos.findings())
 
 
-def watch_parent(server: "uvicorn.Server") -> None:  # noqa: F821
-    """Read the parent's pipe; when it ends, stop the watched script and the server."""
+def watch_parent(server: Any) -> None:
+    """Read the parent's pipe; when it ends, stop the watched script and the uvicorn server."""
     watched = 0
     for line in sys.stdin:
         word, _, value = line.strip().partition(" ")

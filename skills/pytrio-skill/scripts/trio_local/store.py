@@ -2,8 +2,9 @@
 
 A checkpoint is a folder named by its id with `adapter_config.json`, `adapter_model.safetensors`,
 `checkpoint.json` and, for a training state, `optimizer.safetensors`. It is written under a
-temporary name and renamed when complete, so a folder that is listed is whole. Of two folders
-with the same address the newer one counts: that is what makes overwriting atomic.
+temporary name and renamed when complete, and renamed back before it is removed, so a folder that
+is listed is whole. Of two folders with the same address the newer one counts: that is what makes
+overwriting atomic.
 """
 
 import json
@@ -21,6 +22,8 @@ from typing import Any
 from trio_local.protocol import ApiError
 
 PART_PREFIX = ".part-"
+# A younger part may be what another backend on the same store is writing at this moment.
+PART_LIFETIME_SECONDS = 3600.0
 ARCHIVED = ("adapter_config.json", "adapter_model.safetensors", "optimizer.safetensors")
 
 
@@ -52,7 +55,7 @@ class CheckpointStore:
 
     def __init__(self, root: Path) -> None:
         self.root = root
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._known: dict[str, Checkpoint] = {}
         root.mkdir(parents=True, exist_ok=True)
         self._sweep()
@@ -60,7 +63,8 @@ class CheckpointStore:
     def _sweep(self) -> None:
         """Remove what a killed backend left half-written, what expired and what was replaced."""
         for folder in self.root.glob(f"{PART_PREFIX}*"):
-            shutil.rmtree(folder, ignore_errors=True)
+            if age_seconds(folder) > PART_LIFETIME_SECONDS:
+                shutil.rmtree(folder, ignore_errors=True)
         self._known = {checkpoint.cuid: checkpoint for checkpoint in self._read_all()}
         newest = {checkpoint.uri: checkpoint.cuid for checkpoint in self._known.values()}
         for checkpoint in list(self._known.values()):
@@ -81,7 +85,8 @@ class CheckpointStore:
 
     def listed(self, training_run: str | None = None) -> list[Checkpoint]:
         """Live checkpoints of the workspace, newest first; temporary weights are not listed."""
-        live = {c.uri: c for c in self._read_all() if not c.is_expired}
+        with self._lock:
+            live = {c.uri: c for c in self._read_all() if not c.is_expired}
         chosen = [
             c
             for c in live.values()
@@ -197,11 +202,18 @@ class CheckpointStore:
             ) from None
         return adapter, optimizer
 
+    def read(
+        self, uri: str, with_optimizer: bool = False
+    ) -> tuple[Checkpoint, dict[str, Any], dict[str, Any] | None]:
+        """`find` and `load` with no overwriting in between. Raises ApiError 404 or 422."""
+        with self._lock:
+            checkpoint = self.find(uri)
+            return checkpoint, *self.load(checkpoint, with_optimizer)
+
     def delete(self, cuid: str) -> None:
         """Remove one checkpoint. Raises ApiError 404."""
-        checkpoint = self.find_id(cuid)
         with self._lock:
-            self._remove(checkpoint.cuid)
+            self._remove(self.find_id(cuid).cuid)
 
     def delete_temporary(self, training_runs: set[str]) -> None:
         """Remove the temporary sampler weights of these runs."""
@@ -214,14 +226,20 @@ class CheckpointStore:
                     self._remove(checkpoint.cuid)
 
     def _remove(self, cuid: str) -> None:
+        """Take a checkpoint out of sight at once, then delete its files, which may be cut short."""
         self._known.pop(cuid, None)
-        shutil.rmtree(self.root / cuid, ignore_errors=True)
+        folder, doomed = self.root / cuid, self.root / f"{PART_PREFIX}{cuid}"
+        try:
+            os.replace(folder, doomed)
+        except OSError:
+            doomed = folder  # another backend was faster, or Windows has a file of it open
+        shutil.rmtree(doomed, ignore_errors=True)
 
     def archive(self, cuid: str) -> Path:
         """A zip of the PEFT folder beside its files, made once. Raises ApiError 404."""
-        folder = self.root / self.find_id(cuid).cuid
-        target = folder / "archive.zip"
         with self._lock:
+            folder = self.root / self.find_id(cuid).cuid
+            target = folder / "archive.zip"
             if not target.is_file():
                 part = folder / "archive.zip.part"
                 with zipfile.ZipFile(part, "w", zipfile.ZIP_STORED) as archive:
@@ -230,6 +248,14 @@ class CheckpointStore:
                             archive.write(folder / name, name)
                 os.replace(part, target)
         return target
+
+
+def age_seconds(path: Path) -> float:
+    """Seconds since the last change; 0 when the path is gone."""
+    try:
+        return time.time() - path.stat().st_mtime
+    except OSError:
+        return 0.0
 
 
 def write_json(path: Path, value: dict[str, Any]) -> None:

@@ -51,7 +51,7 @@ class Trainer:
         self.reduction = reduction
         self.config = LoraConfig(
             r=spec.rank,
-            lora_alpha=loaded.served.lora_alpha,
+            lora_alpha=int(loaded.served.lora_alpha),
             target_modules=modules,
             lora_dropout=0.0,
             bias="none",
@@ -221,12 +221,13 @@ class Trainer:
         # A loss overflowing at an ignored position would give NaN gradients although its value is
         # masked later (0 * inf in the backward of exp), so both log-probabilities are zero there.
         old_logprobs = values.get("logprobs")
+        absent = logprobs.new_zeros(())
         return TokenBatch(
-            logprobs=torch.where(active, logprobs, 0.0),
+            logprobs=logprobs,
             active=active,
-            weights=values.get("weights"),
-            old_logprobs=None if old_logprobs is None else torch.where(active, old_logprobs, 0.0),
-            advantages=values.get("advantages"),
+            weights=values.get("weights", absent),
+            old_logprobs=values.get("logprobs", absent),
+            advantages=values.get("advantages", absent),
         )
 
     # -- optimiser ---------------------------------------------------------------------------
