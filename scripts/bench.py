@@ -82,9 +82,11 @@ class Server:
         self.process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=folder
         )
+        assert self.process.stdout is not None
         return json.loads(self.process.stdout.readline())["url"]
 
     def __exit__(self, *_: object) -> None:
+        assert self.process.stdin is not None
         self.process.stdin.close()
         self.process.wait(30)
 
@@ -307,13 +309,24 @@ def bench_trl(runs: int) -> float:
             model=AutoModelForCausalLM.from_pretrained(FOLDER, dtype=torch.float32),
             processing_class=tokenizer,
             reward_funcs=lambda completions, **_: [float(len(c) % 2) for c in completions],
-            train_dataset=Dataset.from_dict({"prompt": [tokenizer.decode(p) for p in prompts] * steps}),
+            train_dataset=Dataset.from_dict(
+                {"prompt": [tokenizer.decode(p) for p in prompts] * steps}
+            ),
             peft_config=LoraConfig(r=RANK, lora_alpha=512, target_modules=LORA_MODULES),
             callbacks=[Clock()],
             args=GRPOConfig(
-                output_dir=folder, per_device_train_batch_size=64, num_generations=8,
-                max_completion_length=32, max_steps=steps, learning_rate=1e-6, use_cpu=True,
-                report_to=[], logging_steps=1000, save_strategy="no", disable_tqdm=True, beta=0.0,
+                output_dir=folder,
+                per_device_train_batch_size=64,
+                num_generations=8,
+                max_completion_length=32,
+                max_steps=steps,
+                learning_rate=1e-6,
+                use_cpu=True,
+                report_to=[],
+                logging_steps=1000,
+                save_strategy="no",
+                disable_tqdm=True,
+                beta=0.0,
             ),  # fmt: skip
         )
         trainer.train()
@@ -377,7 +390,9 @@ def main() -> int:
         results["trl"] = (bench_trl(options.runs), 1.0)
     print()
     for name, (ratio, limit) in results.items():
-        print(f"{name:<8} {ratio:.2f}, aim at most {limit:.2f}: {'met' if ratio <= limit else 'MISSED'}")
+        print(
+            f"{name:<8} {ratio:.2f}, aim at most {limit:.2f}: {'met' if ratio <= limit else 'MISSED'}"
+        )
     return 0
 
 

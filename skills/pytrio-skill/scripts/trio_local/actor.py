@@ -438,6 +438,8 @@ def queue_sample(state: State, run: SamplingRun, body: SampleRequest) -> Future:
         unseeded = (state.seed, run.index, asked, repeat)
 
         def finish(outcome: Any) -> None:
+            if future.done():
+                return  # a failing batch tells its requests more than once
             if isinstance(outcome, BaseException):
                 future.set_exception(outcome)
             else:

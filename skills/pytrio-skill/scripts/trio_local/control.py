@@ -13,7 +13,7 @@ from starlette.requests import Request
 from starlette.responses import FileResponse, JSONResponse, Response
 from starlette.routing import Route
 
-from trio_local.catalogue import context_length
+from trio_local.catalogue import ServedModel, context_length
 from trio_local.http import json_body, raw_body, strict_page
 from trio_local.protocol import ApiError, validation_message
 from trio_local.state import (
@@ -199,6 +199,20 @@ def lora_of(body: TrainingRunCreateRequest) -> dict[str, Any]:
     }
 
 
+def served_of(state: State, checkpoint: Checkpoint) -> ServedModel:
+    """The model that a checkpoint adapts. Raises ApiError 422 when another one has its name now:
+    an adapter says nothing on other weights, even where the shapes agree."""
+    served = state.catalogue.resolve(checkpoint.base_model)
+    if served.kind != checkpoint.kind:
+        raise ApiError(
+            422,
+            "checkpoint_mismatch",
+            f"{checkpoint.uri} was trained on {checkpoint.kind}, but {served.name} is served by "
+            f"{served.kind} now; start with --model {served.name}={checkpoint.kind}",
+        )
+    return served
+
+
 async def create_training_run(request: Request) -> Response:
     state = state_of(request)
     session = state.open_session(request.path_params["session"])
@@ -210,7 +224,7 @@ async def create_training_run(request: Request) -> Response:
     lora = lora_of(body)
     if body.source_checkpoint_uri:
         source = state.store.find(body.source_checkpoint_uri)
-        served = state.catalogue.resolve(source.base_model)
+        served = served_of(state, source)
         for name in ("rank", "train_mlp", "train_attn", "train_unembed"):
             if lora[name] != source.lora[name]:
                 raise ApiError(
@@ -272,7 +286,13 @@ async def update_training_run(request: Request) -> Response:
         raise ApiError(404, "not_found", f"no training run {run.cuid!r} in this session")
     if run.next_index > 1 or run.early:
         raise ApiError(409, "already_initialized", "the run has started; bind a checkpoint before")
-    state.store.find(body.source_checkpoint_uri)
+    source = served_of(state, state.store.find(body.source_checkpoint_uri))
+    if source.folder != run.served.folder:
+        raise ApiError(
+            422,
+            "checkpoint_mismatch",
+            f"the checkpoint adapts {source.name}, not {run.served.name}",
+        )
     run.source_uri = body.source_checkpoint_uri
     run.restore_optimizer = body.restore_optimizer
     run.updated = now()
@@ -330,7 +350,7 @@ async def find_training_run(request: Request) -> Response:
     source = state.store.find(request.query_params.get("checkpoint_uri", ""))
     return JSONResponse(
         {
-            "base_model": state.catalogue.resolve(source.base_model).model_id,
+            "base_model": served_of(state, source).model_id,
             "lora_rank": source.lora["rank"],
             "seed": source.lora["seed"],
             "train_mlp": source.lora["train_mlp"],
@@ -361,10 +381,10 @@ async def create_sampling_run(request: Request) -> Response:
     session = state.open_session(request.path_params["session"])
     body: SamplingRunCreateRequest = await parsed(request, SamplingRunCreateRequest)
     served = state.catalogue.resolve(body.base_model)
-    checkpoint = None
+    checkpoint = adapter = None
     if body.source_checkpoint_uri:
-        checkpoint = state.store.find(body.source_checkpoint_uri)
-        source = state.catalogue.resolve(checkpoint.base_model)
+        checkpoint, adapter, _ = state.store.read(body.source_checkpoint_uri)
+        source = served_of(state, checkpoint)
         if source.folder != served.folder:
             raise ApiError(
                 422,
@@ -381,7 +401,7 @@ async def create_sampling_run(request: Request) -> Response:
         checkpoint=checkpoint,
         created=now(),
         # Held here, so that neither deleting nor overwriting the checkpoint changes the sampler.
-        adapter=None if checkpoint is None else state.store.load(checkpoint)[0],
+        adapter=adapter,
     )
     state.sampling_runs[run.cuid] = run
     session.sampling_runs.append(run.cuid)

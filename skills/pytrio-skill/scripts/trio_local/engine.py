@@ -4,6 +4,7 @@ Trainer jobs run in the order they are submitted. Between two of them every runn
 batch advances by one token, so neither kind of work starves the other.
 """
 
+import os
 import queue
 import threading
 import time
@@ -126,6 +127,14 @@ class Engine:
     # -- the thread --------------------------------------------------------------------------
 
     def _run(self) -> None:
+        try:
+            self._work()
+        except BaseException:  # noqa: BLE001 - printed, and the process ends with it
+            # Without this thread every request would wait for ever.
+            traceback.print_exc()
+            os._exit(1)
+
+    def _work(self) -> None:
         import torch
 
         torch.set_num_threads(self.threads)

@@ -105,7 +105,7 @@ def sampling_spec(params: dict[str, Any], loaded: LoadedModel, prompt_length: in
             stop_strings.append(stop)
     return SamplingSpec(
         max_tokens=max_tokens,
-        temperature=temperature if temperature >= GREEDY_BELOW else 0.0,
+        temperature=float(temperature) if temperature >= GREEDY_BELOW else 0.0,
         top_k=min(int(top_k), loaded.vocabulary_size),
         top_p=top_p,
         seed=seed,

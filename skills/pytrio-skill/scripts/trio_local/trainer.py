@@ -218,15 +218,16 @@ class Trainer:
             name: padded([s.fields[name] for s in samples], 0.0, torch.float32)
             for name in samples[0].fields
         }
-        # A loss overflowing at an ignored position would give NaN gradients although its value is
-        # masked later (0 * inf in the backward of exp), so both log-probabilities are zero there.
-        old_logprobs = values.get("logprobs")
         absent = logprobs.new_zeros(())
+        # `exp` of a large number at an ignored position would give NaN gradients although the loss
+        # is masked later (0 * inf in its backward), so both log-probabilities are zero there.
+        logprobs = torch.where(active, logprobs, absent)
+        old_logprobs = torch.where(active, values.get("logprobs", absent), absent)
         return TokenBatch(
             logprobs=logprobs,
             active=active,
             weights=values.get("weights", absent),
-            old_logprobs=values.get("logprobs", absent),
+            old_logprobs=old_logprobs,
             advantages=values.get("advantages", absent),
         )
 

@@ -53,7 +53,7 @@ class PrivateHome:
                 api_key=os.environ.get("PYTRIO_API_KEY"),
             )
 
-        spec.loader.exec_module = load_and_configure
+        spec.loader.exec_module = load_and_configure  # type: ignore[method-assign]
         return spec
 
 
