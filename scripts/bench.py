@@ -390,9 +390,8 @@ def main() -> int:
         results["trl"] = (bench_trl(options.runs), 1.0)
     print()
     for name, (ratio, limit) in results.items():
-        print(
-            f"{name:<8} {ratio:.2f}, aim at most {limit:.2f}: {'met' if ratio <= limit else 'MISSED'}"
-        )
+        verdict = "met" if ratio <= limit else "MISSED"
+        print(f"{name:<8} {ratio:.2f}, aim at most {limit:.2f}: {verdict}")
     return 0
 
 

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
+
 from trio_local.decoder import is_written_out, library_step, step_for
 from trio_local.sampler import SlotCache
 
@@ -44,7 +45,9 @@ def test_same_hidden_states(model_type: str) -> None:
         if number == 4:
             for cache in caches:
                 cache.remove(1)
-        tokens = torch.randint(0, 300, (caches[0].used,), generator=torch.Generator().manual_seed(number))
+        tokens = torch.randint(
+            0, 300, (caches[0].used,), generator=torch.Generator().manual_seed(number)
+        )
         results = []
         for cache, step in zip(caches, steps, strict=True):
             cache.begin_step()

@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+
 from conftest import KEY, ROOT, SKILL, Backend
 
 NOTES = [SKILL / "SKILL.md", *sorted((SKILL / "references").glob("*.md"))]
@@ -62,7 +63,9 @@ def test_dryrun_options_exist(page: Path) -> None:
         check=True,
     ).stdout
     text = page.read_text(encoding="utf-8")
-    lines = [line for line in text.splitlines() if "dryrun.py run" in line or line.startswith("| `--")]
+    lines = [
+        line for line in text.splitlines() if "dryrun.py run" in line or line.startswith("| `--")
+    ]
     named = {o for line in lines for o in re.findall(r"--[a-z][a-z-]+", line.split(" -- ")[0])}
     assert not {option for option in named if option not in helped}
 

@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
+
 from conftest import DRYRUN, SKILL
 from trio_local.protocol import TESTED_SDK_VERSIONS
 

@@ -29,6 +29,11 @@ LORA_ALPHA = 32.0
 # larger alpha gives it that, so a script keeps the learning rate meant for the cloud.
 STANDIN_LORA_ALPHA = 512.0
 
+# Qwen3 writes tool calls as JSON and leaves the thinking open; Qwen3.5 and later write XML and
+# begin the generation prompt with a think tag. The stand-ins speak both; the template follows the
+# name. Qwen3.5's is the one in the weights' own folder.
+QWEN3_NAME = re.compile(r"qwen-?3(?!\.?\d)", re.IGNORECASE)
+
 # Kinds of local models and what they are.
 KINDS = {
     "standin": "a tiny model that ships with the skill and solves its tasks sometimes",
@@ -49,6 +54,7 @@ class ServedModel:
     name: str
     kind: str
     folder: Path
+    tokenizer_folder: Path
 
     @property
     def lora_alpha(self) -> float:
@@ -58,7 +64,7 @@ class ServedModel:
     @property
     def model_id(self) -> str:
         """What the SDK loads its tokenizer from."""
-        return str(self.folder)
+        return str(self.tokenizer_folder)
 
 
 def parameter_billions(name: str) -> float | None:
@@ -88,7 +94,10 @@ class Catalogue:
             raise ApiError(422, "invalid_model", "base_model must not be empty")
         if name not in self.requested:
             kind = self.overrides.get(name) or self.overrides.get("*") or default_kind(name)
-            self.requested[name] = ServedModel(name, kind, folder_of_kind(kind, name))
+            folder = folder_of_kind(kind, name)
+            is_qwen3 = kind in ("standin", "large") and QWEN3_NAME.search(name)
+            tokenizer_folder = WEIGHTS / "qwen3" if is_qwen3 else folder
+            self.requested[name] = ServedModel(name, kind, folder, tokenizer_folder)
         return self.requested[name]
 
     def listed(self) -> list[str]:
