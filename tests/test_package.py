@@ -5,8 +5,9 @@ import sys
 import zipfile
 from pathlib import Path
 
-import package
 import pytest
+
+import package
 from conftest import ROOT
 
 

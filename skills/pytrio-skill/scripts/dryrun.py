@@ -21,7 +21,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, NoReturn
@@ -37,9 +37,11 @@ os.environ.setdefault("OMP_NUM_THREADS", str(DEFAULT_THREADS))
 
 EXIT_OK, EXIT_SCRIPT_FAILED, EXIT_USAGE, EXIT_INTERRUPTED = 0, 1, 3, 130
 CLOUD_CONTACT_STATUS = 96  # of guard/sitecustomize.py
-BACKEND_START_SECONDS = 60
+# Long enough to convert a model on first use.
+BACKEND_START_SECONDS = 300
 BACKEND_STOP_SECONDS = 20
 SCRIPT_STOP_SECONDS = 10
+WATCH_SECONDS = 0.5  # how soon a dead backend is noticed
 NEEDED_PACKAGES = ("torch", "transformers", "peft", "safetensors", "starlette", "uvicorn")
 # The names in losses.REDUCTIONS, repeated here because that module imports torch.
 REDUCTIONS = ("default", "sum", "samples", "active_tokens", "advantage_tokens")
@@ -133,8 +135,10 @@ class Backend:
         if not line:
             self.process.wait()
             log = self.log_path.read_text(encoding="utf-8", errors="replace").strip()
-            reason = log.splitlines()[-1] if log else f"exit status {self.process.returncode}"
-            stop(reason.removeprefix("dryrun: "), self.process.returncode or EXIT_SCRIPT_FAILED)
+            status = self.process.returncode
+            reason = log.splitlines()[-1] if log else f"the backend ended with status {status}"
+            code = EXIT_USAGE if status == EXIT_USAGE else EXIT_SCRIPT_FAILED
+            stop(reason.removeprefix("dryrun: "), code)
         return json.loads(line)["url"]
 
     def tell(self, line: str) -> None:
@@ -158,6 +162,8 @@ class Backend:
         except subprocess.TimeoutExpired:
             self.process.kill()
             self.process.wait()
+        if self.process.stdout is not None:
+            self.process.stdout.close()
 
     def __enter__(self) -> "Backend":
         return self
@@ -196,19 +202,23 @@ def run(options: argparse.Namespace) -> int:
         stop(problem)
     from trio_local.preflight import code_that_leaves, script_environment
 
+    backend_settings(options)
     key = f"dryrun-{secrets.token_hex(16)}"
     try:
-        source = script.read_text(encoding="utf-8")
+        # As Python does, take a file with a byte order mark.
+        source = script.read_text(encoding="utf-8-sig")
         findings = code_that_leaves(source, str(script), f"http://127.0.0.1:{options.port}", key)
     except UnicodeDecodeError:
         stop(f"{script} is not a UTF-8 text file")
+    except OSError as error:
+        stop(f"cannot read {script}: {error.strerror}")
     except (SyntaxError, ValueError) as error:
         stop(f"{script} does not parse: {error}")
     if findings:
         stop(f"{script}:{findings[0].line}: {findings[0].message}")
     record = options.record or new_record_folder()
     # SIGTERM ends us as Ctrl-C does: the script is stopped, then the backend.
-    signal.signal(signal.SIGTERM, lambda *_: (_ for _ in ()).throw(KeyboardInterrupt()))
+    signal.signal(signal.SIGTERM, interrupt)
     with Backend(options, record, key) as backend:
         environment = script_environment(backend.url, key, record / "sdk-home", Path.home())
         command = [sys.executable, str(script), *options.arguments]
@@ -221,21 +231,44 @@ def run_script(command: list[str], environment: dict[str, str], backend: Backend
     process = subprocess.Popen(command, env=environment)
     backend.tell(f"watch {process.pid}")
     try:
-        return process.wait()
+        while not has_ended(process, WATCH_SECONDS):
+            if backend.process.poll() is not None:
+                # The SDK would repeat its requests for a quarter of an hour.
+                end(process, signal.SIGTERM)
+                return EXIT_SCRIPT_FAILED
+        return process.returncode
     except KeyboardInterrupt:
         # A terminal's Ctrl-C has reached the script as well; a signal to us alone has not.
-        try:
-            process.wait(0.5)
-        except subprocess.TimeoutExpired:
-            process.send_signal(signal.SIGINT if os.name == "posix" else signal.SIGTERM)
-        try:
-            process.wait(SCRIPT_STOP_SECONDS)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
+        if not has_ended(process, 0.5):
+            end(process, signal.SIGINT if os.name == "posix" else signal.SIGTERM)
         return EXIT_INTERRUPTED
     finally:
+        if process.poll() is None:  # a second Ctrl-C
+            process.kill()
+            process.wait()
         backend.tell("unwatch")
+
+
+def has_ended(process: subprocess.Popen, seconds: float) -> bool:
+    """Wait for a process at most this long."""
+    try:
+        process.wait(seconds)
+    except subprocess.TimeoutExpired:
+        return False
+    return True
+
+
+def end(process: subprocess.Popen, number: int) -> None:
+    """Send a signal, and kill what does not listen to it."""
+    process.send_signal(number)
+    if not has_ended(process, SCRIPT_STOP_SECONDS):
+        process.kill()
+        process.wait()
+
+
+def interrupt(*_: object) -> NoReturn:
+    """As a signal handler: what Ctrl-C does."""
+    raise KeyboardInterrupt
 
 
 def report(record: Path, script: Path, status: int) -> int:
@@ -279,17 +312,16 @@ def new_record_folder() -> Path:
     return Path(".trio-local") / "runs" / f"{stamp}-{os.getpid()}"
 
 
-def serve(options: argparse.Namespace) -> int:
-    """Serve until Ctrl-C, or, for `run`, until the parent ends."""
-    problem = installation_problem()
-    if problem:
-        stop(problem)
+def backend_settings(options: argparse.Namespace) -> dict[str, Any]:
+    """Faults, models and demonstrations of the command line; ends in one line on a mistake."""
     from trio_local.demos import Demos, read_demos
     from trio_local.faults import parse_faults
-    from trio_local.protocol import ApiError
-    from trio_local.server import ServerOptions
-    from trio_local.server import serve as serve_backend
 
+    for name in ("store", "record"):
+        folder = getattr(options, name)
+        for path in [folder, *folder.parents] if folder else []:
+            if path.exists() and not path.is_dir():
+                stop(f"--{name} {folder}: {path} is a file; give a folder")
     try:
         demos = read_demos(options.demo) if options.demo else Demos()
     except ValueError as error:
@@ -298,31 +330,49 @@ def serve(options: argparse.Namespace) -> int:
         faults = parse_faults(options.fault or "")
     except ValueError as error:
         stop(f"--fault: {error}")
-    record = options.record or new_record_folder()
+    return {"faults": faults, "models": dict(map(model_override, options.model)), "demos": demos}
+
+
+def serve(options: argparse.Namespace) -> int:
+    """Serve until Ctrl-C, or, for `run`, until the parent ends."""
+    problem = installation_problem()
+    if problem:
+        stop(problem)
+    # The SDK's protocol models come with its configuration; the user's is none of our business.
+    for name in [name for name in os.environ if name.startswith("PYTRIO_")]:
+        del os.environ[name]
+    from trio_local.protocol import ApiError
+    from trio_local.server import ServerOptions
+    from trio_local.server import serve as serve_backend
+
     server_options = ServerOptions(
         port=options.port,
         store=options.store,
-        record=record,
+        record=options.record or new_record_folder(),
         reduction=options.reduction,
-        faults=faults,
-        models=dict(map(model_override, options.model)),
-        demos=demos,
         seed=options.seed,
         device=options.device,
         threads=options.threads,
         max_batch_size=options.max_batch_size or None,
         max_tokens_per_request=options.max_tokens or None,
         api_key=os.environ.get("TRIO_DRYRUN_KEY"),
+        **backend_settings(options),
     )
-    if not options.follow_parent:
-        say("serving until Ctrl-C; in another terminal set PYTRIO_API_KEY to anything and")
-        say("PYTRIO_BASE_URL to the address below")
+
+    def announce(url: str) -> None:
+        if not options.follow_parent:
+            say("serving until Ctrl-C; in another terminal set PYTRIO_API_KEY to anything and")
+            say("PYTRIO_BASE_URL to this address")
+        print(json.dumps({"url": url}), flush=True)
+
+    # uvicorn passes on the signal that ended it: our files are closed before we obey.
+    signal.signal(signal.SIGTERM, interrupt)
     try:
-        serve_backend(server_options, sys.stdout, options.follow_parent)
+        serve_backend(server_options, announce, options.follow_parent)
     except KeyboardInterrupt:
         pass
     except OSError as error:
-        stop(f"cannot serve on 127.0.0.1:{options.port}: {error.strerror}; choose another --port")
+        stop(f"cannot write {error.filename}: {error.strerror}")
     except ApiError as error:
         stop(error.message)
     return EXIT_OK
@@ -379,9 +429,22 @@ class Parser(argparse.ArgumentParser):
         stop(f"{message}; see: {self.prog} --help")
 
 
+def number(lowest: int, highest: int | None = None) -> Callable[[str], int]:
+    """A type of argparse: a whole number within bounds."""
+
+    def parse(text: str) -> int:
+        value = int(text) if re.fullmatch(r"-?[0-9]{1,18}", text) else lowest - 1
+        if value < lowest or (highest is not None and value > highest):
+            bounds = f"of at least {lowest}" if highest is None else f"from {lowest} to {highest}"
+            raise argparse.ArgumentTypeError(f"takes a whole number {bounds}, got {text!r}")
+        return value
+
+    return parse
+
+
 def add_backend_options(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("--port", type=int, default=0, help="port on 127.0.0.1 (default: a free one)")
+    add("--port", type=number(0, 65535), default=0, help="port on 127.0.0.1 (default: a free one)")
     add(
         "--store", type=Path, default=Path(".trio-local/checkpoints"),
         help="folder of the checkpoints; outlives the backend (default: %(default)s)",
@@ -399,9 +462,9 @@ def add_backend_options(parser: argparse.ArgumentParser) -> None:
     add("--fault", metavar="NAME=VALUE,...", help="faults to inject, such as latency=200ms")
     add("--seed", type=int, default=0, help="seed of unseeded sampling and LoRA (default: 0)")
     add("--device", default="cpu", help="torch device (default: cpu)")
-    add("--threads", type=int, default=DEFAULT_THREADS, help="torch threads (default: 1)")
-    add("--max-batch-size", type=int, default=256, help="samples per request; 0 for no limit")
-    add("--max-tokens", type=int, default=262144, help="tokens per request; 0 for no limit")
+    add("--threads", type=number(1), default=DEFAULT_THREADS, help="torch threads (default: 1)")
+    add("--max-batch-size", type=number(0), default=256, help="samples per request; 0 for no limit")
+    add("--max-tokens", type=number(0), default=262144, help="tokens per request; 0 for no limit")
 
 
 def parser_of_commands() -> argparse.ArgumentParser:

@@ -4,8 +4,10 @@ Trainer jobs run in the order they are submitted. Between two of them every runn
 batch advances by one token, so neither kind of work starves the other.
 """
 
+import importlib
 import os
 import queue
+import sys
 import threading
 import time
 import traceback
@@ -43,6 +45,7 @@ class Engine:
         self._models: dict[str, LoadedModel] = {}
         self._batches: OrderedDict[str, Batch] = OrderedDict()
         self._waiting: dict[str, list[SampleJob]] = {}
+        self._stopping = False
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
 
     def start(self) -> None:
@@ -50,6 +53,7 @@ class Engine:
 
     def stop(self) -> None:
         """Finish the job at hand and end the thread."""
+        self._stopping = True
         self._inbox.put(None)
         self._thread.join(timeout=30)
 
@@ -135,14 +139,13 @@ class Engine:
             os._exit(1)
 
     def _work(self) -> None:
-        import torch
-
-        torch.set_num_threads(self.threads)
-        # Import here what the first request needs, while the client is still starting.
-        import trio_local.loading
-        import trio_local.sampler
-        import trio_local.trainer  # noqa: F401
-
+        # Import here what the first request needs, while the client is still starting; a script
+        # that has failed by then does not wait for the rest.
+        for module in ("torch", "trio_local.loading", "trio_local.sampler", "trio_local.trainer"):
+            if self._stopping:
+                return
+            importlib.import_module(module)
+        sys.modules["torch"].set_num_threads(self.threads)
         while True:
             is_idle = not self._waiting and not any(b.sequences for b in self._batches.values())
             if not self._take_work(is_idle):

@@ -9,6 +9,7 @@ from typing import Any, TypeAlias
 
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers.utils.logging import disable_progress_bar
 
 from trio_local.catalogue import ServedModel, context_length
 
@@ -39,8 +40,10 @@ class LoadedModel:
     """One folder's model in float32, frozen, with its tokenizer."""
 
     def __init__(self, served: ServedModel, device: str) -> None:
+        # A backend in a terminal shows its own lines only.
         logging.getLogger("transformers").setLevel(logging.ERROR)
-        warnings.filterwarnings("ignore", module="peft")
+        disable_progress_bar()
+        warnings.filterwarnings("ignore", module="peft|transformers")
         self.served = served
         self.device = torch.device(device)
         self.tokenizer = AutoTokenizer.from_pretrained(served.folder, local_files_only=True)

@@ -6,6 +6,7 @@ Standard library only, so that a missing package is reported and not stumbled ov
 import ast
 import os
 import re
+import warnings
 from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -30,19 +31,51 @@ def code_that_leaves(source: str, filename: str, local_url: str, local_key: str)
     every key but its own. An address that cannot be told is a finding.
     Raises SyntaxError when the script does not parse.
     """
-    tree = ast.parse(source, filename)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the script's own run will show them
+        tree = ast.parse(source, filename)
+    origins = import_origins(tree)
     local = {"base_url": local_url, "api_key": local_key}
     findings = []
     for node in ast.walk(tree):
         if isinstance(node, ast.Call):
-            findings += call_findings(node, local)
+            findings += call_findings(node, local, origins)
         elif isinstance(node, ast.Assign):
             findings += environment_findings(node, local)
     return sorted(findings, key=lambda finding: finding.line)
 
 
-def call_findings(node: ast.Call, local: dict[str, str]) -> list[Finding]:
-    name = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
+def import_origins(tree: ast.AST) -> dict[str, str]:
+    """Imported names and where they come from: `{"trio": "pytrio", "Client": "pytrio.X"}`."""
+    origins = {}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                origins[alias.asname or alias.name.split(".")[0]] = alias.name
+        elif isinstance(node, ast.ImportFrom):
+            module = "." * node.level + (node.module or "")
+            for alias in node.names:
+                origins[alias.asname or alias.name] = f"{module}.{alias.name}"
+    return origins
+
+
+def sdk_name(function: ast.expr, origins: dict[str, str]) -> str:
+    """The name a call may have in the SDK; empty when it is known to be another package's."""
+    root = function
+    while isinstance(root, ast.Attribute):
+        root = root.value
+    origin = origins.get(root.id, "pytrio") if isinstance(root, ast.Name) else "pytrio"
+    if origin.split(".")[0] != "pytrio":
+        return ""
+    if isinstance(function, ast.Attribute):
+        return function.attr
+    if isinstance(function, ast.Name):
+        return origin.rpartition(".")[2] if function.id in origins else function.id
+    return ""
+
+
+def call_findings(node: ast.Call, local: dict[str, str], origins: dict[str, str]) -> list[Finding]:
+    name = sdk_name(node.func, origins)
     if name not in ("configure", "ServiceClient"):
         return []
     arguments = {k.arg: k.value for k in node.keywords if k.arg in GUARDED_KEYWORDS}
@@ -116,15 +149,18 @@ def script_environment(url: str, key: str, sdk_home: Path, home: Path) -> dict[s
     guard = Path(__file__).resolve().parent / "guard"
     hosts = blocked_hosts(home, environment)
     environment.pop("PYTRIO_ENV", None)
-    # A proxy would be asked for the loopback address too.
+    # A proxy would be asked for the loopback address too, and it would look up the cloud's hosts
+    # where the guard does not see it.
+    direct = ["127.0.0.1", "localhost", *hosts, *(f"{host}." for host in hosts)]
     for name in ("NO_PROXY", "no_proxy"):
-        listed = [environment.get(name, ""), "127.0.0.1", "localhost"]
-        environment[name] = ",".join(filter(None, listed))
+        environment[name] = ",".join(filter(None, [environment.get(name, ""), *direct]))
     python_path = [str(guard), environment.get("PYTHONPATH", "")]
     environment.update(
         PYTRIO_BASE_URL=url,
         PYTRIO_API_KEY=key,
         PYTHONPATH=os.pathsep.join(filter(None, python_path)),
+        # The guard lies in the skill's folder, which may be read-only.
+        PYTHONDONTWRITEBYTECODE="1",
         TRIO_DRYRUN_BLOCKED=",".join(hosts),
         TRIO_DRYRUN_SDK_HOME=str(sdk_home),
     )

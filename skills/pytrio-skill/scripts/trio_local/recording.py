@@ -40,6 +40,8 @@ class Recorder:
         self.counts: Counter[str] = Counter()
         self.losses: list[float] = []
         self._lock = threading.Lock()
+        # Of an earlier run in the same folder: it must not speak for this one.
+        (folder / "summary.json").unlink(missing_ok=True)
         self._file = (folder / "trace.msgpack").open("wb")
         self.write("header", format=FORMAT, version=VERSION, **header)
 

@@ -1,18 +1,22 @@
 """The backend process: builds the state, serves on loopback, ends when its parent does."""
 
-import json
 import os
 import signal
 import socket
 import sys
 import threading
+import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 from trio_local.demos import Demos
+from trio_local.protocol import ApiError, installed_sdk_version
 
 LOOPBACK = "127.0.0.1"
+# An orphaned script that does not listen to SIGTERM is ended for good after this long.
+ORPHAN_GRACE_SECONDS = 5.0
 
 
 @dataclass(frozen=True)
@@ -35,20 +39,28 @@ class ServerOptions:
 
 
 def bound_socket(port: int) -> socket.socket:
-    """A socket listening on loopback. Raises OSError when the port is taken."""
+    """A socket listening on loopback. Raises ApiError 409 when the port is taken."""
     # With the protocol named, asyncio switches off Nagle, which would cost 40 ms an answer.
     listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     if os.name == "posix":
         # On Windows this option would let two servers share a port.
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    listener.bind((LOOPBACK, port))
-    # From here on connections wait in the queue instead of being refused.
-    listener.listen(2048)
+    try:
+        listener.bind((LOOPBACK, port))
+        # From here on connections wait in the queue instead of being refused.
+        listener.listen(2048)
+    except OSError as error:
+        listener.close()
+        raise ApiError(
+            409,
+            "port_taken",
+            f"cannot serve on {LOOPBACK}:{port}: {error.strerror}; choose another --port",
+        ) from None
     return listener
 
 
-def serve(options: ServerOptions, ready: TextIO, follow_parent: bool) -> None:
-    """Serve until told to stop. Writes one JSON line {"url": ...} to `ready` once listening.
+def serve(options: ServerOptions, on_ready: Callable[[str], None], follow_parent: bool) -> None:
+    """Serve until told to stop. Calls `on_ready` with the address once listening.
 
     With `follow_parent`, standard input is a pipe held by the parent: lines `watch PID` and
     `unwatch` name the script to end with us should the parent die, and its end ends the server.
@@ -62,12 +74,13 @@ def serve(options: ServerOptions, ready: TextIO, follow_parent: bool) -> None:
     from trio_local.catalogue import Catalogue
     from trio_local.engine import Engine
     from trio_local.faults import Faults
-    from trio_local.protocol import installed_sdk_version
     from trio_local.recording import Recorder
     from trio_local.state import Limits, State
     from trio_local.store import CheckpointStore
 
     sdk_version = installed_sdk_version() or ""
+    # Before the compute thread starts: both may import transformers, which two threads cannot.
+    catalogue = Catalogue(options.models)
     engine = Engine(options.device, options.reduction, options.seed, options.threads, options.demos)
     engine.start()
     recorder = Recorder(
@@ -75,7 +88,7 @@ def serve(options: ServerOptions, ready: TextIO, follow_parent: bool) -> None:
         {"sdk_version": sdk_version, "reduction": options.reduction, "seed": options.seed},
     )
     state = State(
-        catalogue=Catalogue(options.models),
+        catalogue=catalogue,
         store=CheckpointStore(options.store),
         engine=engine,
         recorder=recorder,
@@ -97,8 +110,7 @@ def serve(options: ServerOptions, ready: TextIO, follow_parent: bool) -> None:
     server = uvicorn.Server(config)
     if follow_parent:
         threading.Thread(target=watch_parent, args=(server,), daemon=True).start()
-    ready.write(json.dumps({"url": state.endpoint}) + "\n")
-    ready.flush()
+    on_ready(state.endpoint)
     try:
         server.run(sockets=[listener])
     finally:
@@ -114,8 +126,20 @@ def watch_parent(server: Any) -> None:
         word, _, value = line.strip().partition(" ")
         watched = int(value) if word == "watch" else 0
     if watched:
-        try:
-            os.kill(watched, signal.SIGTERM)
-        except OSError:
-            pass  # it ended by itself
+        end_orphan(watched)
     server.should_exit = True
+
+
+def end_orphan(pid: int) -> None:
+    """End a script whose parent has died; returns when it is gone."""
+    try:
+        os.kill(pid, signal.SIGTERM)
+        if os.name != "posix":
+            return  # there SIGTERM cannot be ignored, and asking with signal 0 would kill too
+        deadline = time.monotonic() + ORPHAN_GRACE_SECONDS
+        while time.monotonic() < deadline:
+            time.sleep(0.05)
+            os.kill(pid, 0)
+        os.kill(pid, signal.SIGKILL)
+    except OSError:
+        pass  # it has ended

@@ -56,7 +56,7 @@ class Trainer:
             lora_dropout=0.0,
             bias="none",
             task_type="CAUSAL_LM",
-            base_model_name_or_path=loaded.served.model_id,
+            base_model_name_or_path=str(loaded.served.folder),
         )
         torch.manual_seed(spec.seed)
         # peft would add its own name to the base path; the plain module tree is enough for us.

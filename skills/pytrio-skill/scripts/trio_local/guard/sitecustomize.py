@@ -15,6 +15,7 @@ CLOUD_CONTACT_STATUS = 96
 
 BLOCKED = tuple(filter(None, os.environ.get("TRIO_DRYRUN_BLOCKED", "").split(",")))
 SDK_HOME = os.environ.get("TRIO_DRYRUN_SDK_HOME", "")
+HOME_VARIABLES = ("HOME", "USERPROFILE")
 
 
 def is_blocked(host):
@@ -46,7 +47,17 @@ class PrivateHome:
         load = spec.loader.exec_module
 
         def load_and_configure(module):
-            load(module)
+            # While it is imported, the SDK reads the profiles below the home folder.
+            kept = {name: os.environ.get(name) for name in HOME_VARIABLES}
+            os.environ.update(dict.fromkeys(HOME_VARIABLES, SDK_HOME))
+            try:
+                load(module)
+            finally:
+                for name, value in kept.items():
+                    if value is None:
+                        del os.environ[name]
+                    else:
+                        os.environ[name] = value
             module.configure(
                 home=SDK_HOME,
                 base_url=os.environ.get("PYTRIO_BASE_URL"),
