@@ -59,12 +59,26 @@ def bound_socket(port: int) -> socket.socket:
     return listener
 
 
+def check_device(name: str) -> None:
+    """Raises ApiError 422 when torch cannot use a device here."""
+    if name == "cpu":
+        return
+    import torch
+
+    try:
+        torch.zeros(1, device=name)
+    except (RuntimeError, AssertionError, NotImplementedError) as error:
+        reason = str(error).strip().splitlines()[0]
+        raise ApiError(422, "invalid_device", f"--device {name}: {reason}") from None
+
+
 def serve(options: ServerOptions, on_ready: Callable[[str], None], follow_parent: bool) -> None:
     """Serve until told to stop. Calls `on_ready` with the address once listening.
 
     With `follow_parent`, standard input is a pipe held by the parent: lines `watch PID` and
     `unwatch` name the script to end with us should the parent die, and its end ends the server.
     """
+    check_device(options.device)
     listener = bound_socket(options.port)
     port = listener.getsockname()[1]
 
