@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import pytest
+
 from trio_local.catalogue import Catalogue, parameter_billions
 from trio_local.protocol import ApiError
 

@@ -673,6 +673,29 @@ def test_a_deletion_cut_short_leaves_nothing_half_readable(
         later.load(checkpoint, with_optimizer=True)
 
 
+@pytest.mark.parametrize("cut", ["write_json", "replace", "rmtree"])
+def test_an_overwriting_cut_short_leaves_one_whole_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cut: str
+) -> None:
+    """Killed while the new one is written, before it is renamed, or while the old one goes."""
+    store = CheckpointStore(tmp_path)
+    save_directly(store, "a", step=1)
+
+    def killed(*_: Any, **__: Any) -> None:
+        raise SystemExit("killed")
+
+    with monkeypatch.context() as patched, pytest.raises(SystemExit):
+        # A killed process tidies nothing up.
+        patched.setattr(store_module.shutil, "rmtree", lambda *_, **__: None)
+        owner = {"write_json": store_module, "replace": store_module.os}
+        patched.setattr(owner.get(cut, store_module.shutil), cut, killed)
+        save_directly(store, "a", step=2, overwrite=True)
+    later = CheckpointStore(tmp_path)
+    [checkpoint] = later.listed()
+    assert checkpoint.step == (2 if cut == "rmtree" else 1)
+    later.load(checkpoint, with_optimizer=True)
+
+
 def test_a_backend_that_starts_leaves_the_saves_of_another_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -7,6 +7,7 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
+
 from conftest import DRYRUN
 from trio_local.demos import read_demos
 

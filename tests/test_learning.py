@@ -8,6 +8,7 @@ import time
 from pathlib import Path
 
 import pytest
+
 from conftest import DRYRUN, ROOT, SKILL
 
 LOOPS = ROOT / "tests" / "loops"

@@ -5,6 +5,7 @@ import random
 import re
 
 import pytrio as trio
+
 from standin import words
 
 parser = argparse.ArgumentParser()

@@ -4,6 +4,7 @@ on held-out prompts before and after: `reverse_kl B A`."""
 import random
 
 import pytrio as trio
+
 from standin import words
 
 STEPS, PROMPTS, SAMPLES = 30, 8, 4
