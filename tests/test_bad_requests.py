@@ -595,6 +595,29 @@ def mutation_broke_run(target: Target) -> bool:
     return answer["corrupted"]
 
 
+def test_oversized_work_is_refused(target: Target) -> None:
+    long = [5] * 40_000
+    chunks = {"chunks": [{"type": "encoded_text", "tokens": long}]}
+    for changes, code in (
+        ({"prompt": chunks}, "context_length_exceeded"),
+        ({"sampling_params": {"max_tokens": 40_000}}, "context_length_exceeded"),
+        ({"num_samples": 10**6}, "too_many_samples"),
+        ({"topk_prompt_logprobs": 10**6}, "invalid_sampling_params"),
+    ):
+        request = sample_request(target, json.dumps(sample_body(**changes)).encode())
+        status, headers, answer = exchange(target, request)
+        assert status == 422
+        assert error_of(request, headers, answer)["code"] == code
+    run = target.wire.training_run()
+    run.execute(EventType.TRAINER_INIT_RUN, run.init(), 1)
+    for index, (sequences, code) in enumerate(
+        [([long], "sequence_length"), ([[5, 6]] * 9, "batch_too_large")], start=2
+    ):
+        state = run.execute(EventType.TRAINER_FORWARD_BACKWARD, forward_payload(sequences), index)
+        assert state.status is EventStatus.FAILED
+        assert state.error.code == code
+
+
 # -- size, open endpoints, broken HTTP -------------------------------------------------------------
 
 

@@ -19,7 +19,7 @@ import pytest
 import pytrio as trio
 
 from conftest import DRYRUN, KEY, SKILL
-from trio_local.preflight import code_that_leaves
+from trio_local.preflight import blocked_hosts, code_that_leaves
 from wire import BASE_MODEL, QUICK_RETRIES, read_trace
 
 TIMEOUT_SECONDS = 120
@@ -268,6 +268,16 @@ def test_code_that_leaves_is_stopped_before_it_starts(place: Place, code: str) -
 def test_code_that_stays_is_let_through(code: str) -> None:
     source = LEAVING_HEAD + code + "\n"
     assert code_that_leaves(source, "staying.py", "http://127.0.0.1:0", "dryrun-key") == []
+
+
+def test_hosts_of_profiles_and_variables_are_blocked_too(place: Place) -> None:
+    home = Path(place.environment["HOME"])
+    hosts = blocked_hosts(home, {"PYTRIO_BASE_URL": "https://Private.example.com:8443/api"})
+    assert hosts == ["private.example.com", "pytrio.cn", "pytrio.com", "trio.example.org"]
+    assert blocked_hosts(home / "empty", {"PYTRIO_BASE_URL": "http://127.0.0.1:5"}) == [
+        "pytrio.cn",
+        "pytrio.com",
+    ]
 
 
 # -- whole runs ------------------------------------------------------------------------------------
@@ -555,6 +565,7 @@ def test_nothing_is_left_behind_by_signals_and_deaths(place: Place) -> None:
     (place.cwd / "backend").mkdir()
     stale = {"sessions": 1, "optimizer_steps": 1, "samples": 1, "checkpoints": 0, "seconds": 1.0}
     stale |= {"loss_first": None, "tokens": {"prefill": 0, "sample": 0, "train": 0}}
+    stale |= {"demo_findings": []}
     place.write("backend/summary.json", json.dumps(stale))
     running: dict[str, subprocess.Popen[bytes]] = {
         name: place.start("run", "--record", name, script, "--", f"{name}.json", mode)

@@ -11,7 +11,7 @@ from standin import words
 parser = argparse.ArgumentParser()
 parser.add_argument("--seed", type=int, default=0)
 parser.add_argument("--steps", type=int, default=20)
-parser.add_argument("--learning-rate", type=float, default=1e-4)
+parser.add_argument("--learning-rate", type=float, default=2e-4)
 options = parser.parse_args()
 
 PROMPTS, SAMPLES = 8, 8

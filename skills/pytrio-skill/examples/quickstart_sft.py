@@ -6,7 +6,8 @@ Supervised fine-tuning on three conversations. Only the assistant's tokens carry
 
 Dry run (free, offline):   python scripts/dryrun.py run examples/quickstart_sft.py
 On the cloud (billed):     PYTRIO_API_KEY=... python examples/quickstart_sft.py
-Expected in the dry run:   EXPECTED
+Expected in the dry run:   loss 9.55 to 0.01 in about 10 s; the tuned answer is the trained
+                           sentence, the base answer is not
 """
 
 from dataclasses import dataclass
@@ -31,7 +32,7 @@ class Config:
     """Model to adapt; `get_supported_models()` lists what your workspace offers."""
     rank: int = 32
     """LoRA rank, 4 to 64."""
-    learning_rate: float = 5e-4
+    learning_rate: float = 1e-3
     """Learning rate of AdamW; on the high side, because the data are three sentences."""
     iterations: int = 15
     """Optimiser steps; every step sees all conversations."""

@@ -33,6 +33,7 @@ from trio_local.state import (
     ENDED_STATUSES,
     MAX_EVENTS_AHEAD,
     Event,
+    Limits,
     SamplingRun,
     State,
     TrainingRun,
@@ -219,11 +220,22 @@ def forward(state: State, run: TrainingRun, event: Event, payload: Any) -> dict[
     if backward and state.faults.value("fail_chunk") is not None:
         if state.faults.hit("fail_chunk") == state.faults.value("fail_chunk"):
             raise ApiError(500, "trainer_failed", "fault: this forward_backward event fails")
-    result = run.trainer.forward(payload, backward)
     tokens = sum(len(datum.target_ids) for datum in payload.data)
+    check_limits(state.limits, len(payload.data), tokens)
+    result = run.trainer.forward(payload, backward)
     event.usage["input_tokens"] = tokens
     event.usage["train_tokens"] = tokens if backward else 0
     return result
+
+
+def check_limits(limits: Limits, samples: int, tokens: int) -> None:
+    """Raises ApiError 422 for an event over the limits that the SDK was told."""
+    for what, count, limit in (
+        ("samples", samples, limits.max_batch_size),
+        ("tokens", tokens, limits.max_tokens_per_request),
+    ):
+        if limit is not None and count > limit:
+            raise ApiError(422, "batch_too_large", f"{count} {what} in one event, limit {limit}")
 
 
 def optimize(state: State, run: TrainingRun, event: Event, payload: Any) -> dict[str, Any]:
