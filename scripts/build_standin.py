@@ -35,18 +35,10 @@ from typing import Any
 SCRIPTS = Path(__file__).resolve().parent
 DEFAULT_OUT = SCRIPTS.parent / "skills" / "pytrio-skill" / "scripts" / "trio_local" / "weights"
 KINDS = ("standin", "large")
-TEXT_FILES = (
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "chat_template.jinja",
-    "chat_template_qwen3.jinja",
-)
+TEXT_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
 MODEL_FILES = ("config.json", "generation_config.json", "model.safetensors")
-BASE_STEPS, BASE_HORIZON, END_STEPS = (
-    1384,
-    2200,
-    550,
-)  # the learning rate of the common stage aims at the horizon
+BASE_STEPS, END_STEPS, MATHS_STEPS = 1384, 550, 300
+BASE_HORIZON = 2200  # where the learning rate of the common stage would end
 LIMIT_ONE, LIMIT_ALL = 4_000_000, 8_000_000  # bytes shipped
 
 
@@ -63,6 +55,17 @@ def publish(source: Path, target: Path, names: tuple[str, ...]) -> None:
     for name in names:
         shutil.copyfile(source / name, target / (name + ".new"))
         os.replace(target / (name + ".new"), target / name)
+
+
+def publish_tokenizers(staging: Path, out: Path) -> None:
+    """The tokenizer beside each model's weights, and, in a folder of its own without weights, once
+    more with the template of the Qwen3 family: what names of that family are given."""
+    for kind in KINDS:
+        publish(staging, out / kind, TEXT_FILES)
+    publish(staging, out / "qwen3", TEXT_FILES)
+    (out / "qwen3" / "chat_template.jinja").write_text(templates()["qwen3"], encoding="utf-8")
+    if (out / KINDS[0] / "config.json").exists():
+        publish(out / KINDS[0], out / "qwen3", ("config.json",))
 
 
 def load_tokenizer(folder: Path) -> Any:
@@ -85,8 +88,7 @@ def command_tokenizer(args: argparse.Namespace) -> int:
 
     staging = args.work / "tokenizer"
     tokenizer.write(staging, args.seed, templates())
-    for kind in KINDS:
-        publish(staging, args.out / kind, TEXT_FILES)
+    publish_tokenizers(staging, args.out)
     print(f"tokenizer of {tokenizer.VOCAB_SIZE} tokens in {args.out}")
     return 0
 
@@ -116,38 +118,46 @@ def command_train(args: argparse.Namespace) -> int:
     staging = args.work / f"tokenizer-{args.kind}"
     tokenizer.write(staging, args.seed, templates())
     tok = load_tokenizer(staging)
+
+    def stage(name: str, stream: str, steps: int, **options: Any) -> Any:
+        return train.train(
+            name,
+            stream,
+            steps,
+            args.seed,
+            tok,
+            templates(),
+            args.work,
+            max_minutes=args.minutes,
+            **options,
+        )
+
     # The common stage is trained, or taken from its checkpoint when that is complete.
-    model = train.train(
-        "base",
-        "large",
-        args.base_steps,
-        args.seed,
-        corpus.SILENT,
-        tok,
-        templates(),
-        args.work,
-        horizon=BASE_HORIZON,
-        max_minutes=args.minutes,
-    )
+    model = stage("base", "large", args.base_steps, horizon=BASE_HORIZON)
     if args.kind == "base":
         return 0
-    model = train.train(
+    noise = corpus.NOISE if args.kind == "standin" else corpus.SILENT
+    model = stage(
         args.kind,
         f"{args.kind}-end",
         args.end_steps,
-        args.seed,
-        corpus.NOISE if args.kind == "standin" else corpus.SILENT,
-        tok,
-        templates(),
-        args.work,
-        start_from=model.state_dict(),
-        scale=0.5,
-        max_minutes=args.minutes,
+        noise=noise,
         mix=corpus.END_MIX,
+        scale=0.5,
+        start_from=model.state_dict(),
     )
+    if args.kind == "large":  # maths is learnt last
+        model = stage(
+            "large-maths",
+            "large-maths",
+            args.maths_steps,
+            mix=corpus.MATHS_MIX,
+            scale=0.25,
+            start_from=model.state_dict(),
+        )
     train.export(model, tok, args.work / "export" / args.kind)
-    publish(staging, args.out / args.kind, TEXT_FILES)
     publish(args.work / "export" / args.kind, args.out / args.kind, MODEL_FILES)
+    publish_tokenizers(staging, args.out)
     print(
         f"{args.kind}: {model.num_parameters():,} parameters, "
         f"{(time.time() - begun) / 60:.1f} minutes, in {args.out / args.kind}"
@@ -376,6 +386,9 @@ def main() -> int:
     sub.add_argument("--base-steps", type=int, default=BASE_STEPS, help="steps of the common stage")
     sub.add_argument(
         "--end-steps", type=int, default=END_STEPS, help="steps of each model's own stage"
+    )
+    sub.add_argument(
+        "--maths-steps", type=int, default=MATHS_STEPS, help="steps of large's last stage"
     )
     sub.add_argument(
         "--minutes",

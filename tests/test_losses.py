@@ -4,6 +4,7 @@ A gradient is read off an optimiser step: with beta1 = beta2 = weight decay = 0 
 weight by -lr * g / (|g| + eps), which is -MAGNIFY * g to within |g| / eps.
 """
 
+import itertools
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -17,6 +18,7 @@ from peft import PeftModel
 from pytrio import AdamParams, Datum, ModelInput, PyTrioError, ServiceClient, TrainingClient
 from pytrio.client import training_batch
 
+import dryrun
 from conftest import Backend, start_backend
 from helpers import (
     BASE_MODEL,
@@ -31,6 +33,7 @@ from helpers import (
     supervised_datum,
     train_step,
 )
+from trio_local.losses import REDUCTIONS, divisor
 
 IGNORED = -100
 TOLERANCE = 1e-4
@@ -338,13 +341,8 @@ def test_what_stands_at_ignored_targets_does_not_matter(
 # -- divisors and split calls ----------------------------------------------------------------------
 
 SMALL_LIMITS = ("--max-batch-size", "2", "--max-tokens", "64")
-# Two of the backends also make the SDK split its calls: totals are of the whole call.
-REDUCED_BACKENDS: dict[str, tuple[str, ...]] = {
-    "sum": (),
-    "samples": SMALL_LIMITS,
-    "active_tokens": (),
-    "advantage_tokens": SMALL_LIMITS,
-}
+# One of the backends also makes the SDK split its calls: totals are of the whole call.
+REDUCED_BACKENDS: dict[str, tuple[str, ...]] = {"sum": (), "advantage_tokens": SMALL_LIMITS}
 
 
 @dataclass(frozen=True)
@@ -391,10 +389,23 @@ def test_divisors_of_the_default_reduction(
     assert_divisors(service, start, rows, sum_gradients, "default")
 
 
-def test_divisors_of_every_other_reduction(
+def test_divisors_of_other_reductions(
     reduced: Reduced, start: Start, rows: list[Row], sum_gradients: dict[str, Tensors]
 ) -> None:
     assert_divisors(reduced.service, start, rows, sum_gradients, reduced.name)
+
+
+def test_the_table_of_divisors(rows: list[Row]) -> None:
+    """All of them, those without a backend above included, and the command line offers them."""
+    assert set(REDUCTIONS) == set(dryrun.REDUCTIONS) == set(DIVISORS)
+    for reduction, loss in itertools.product(DIVISORS, LOSS_NAMES):
+        totals = {
+            "total_samples": len(rows),
+            "total_active_tokens": count_of("active", rows, loss),
+            "total_advantage_tokens": count_of("advantage", rows, loss),
+        }
+        assert divisor(loss, reduction, totals) == divisor_of(rows, loss, reduction)
+        assert divisor(loss, reduction, dict.fromkeys(totals, 0)) == 1
 
 
 @pytest.mark.parametrize("reduced", ["advantage_tokens"], indirect=True)

@@ -218,6 +218,7 @@ def test_every_endpoint_of_the_sdk_is_served(
         assert (await TelemetryTransport(base_url=backend.url, api_key=KEY).send(b"{}")).ok
         assert (await probe_base_url_connectivity(backend.url)).status == "reachable"
 
+    trio.configure(**QUICK_RETRIES)
     asyncio.run(call_everything())
     endpoints = endpoints_in_sdk()
     assert len(endpoints) >= 28
@@ -605,7 +606,7 @@ def test_sessions_are_listed_renewed_and_closed(backend: Backend, wire: Wire) ->
         answer = wire.http.post("/v1/client/heartbeat", json={}, headers=opened.authorization)
         assert answer.status_code == 200
         assert answer.json()["heartbeat_ms"] > 0
-    client = backend.client()
+    client = backend.client(**QUICK_RETRIES)
     rest = client.create_rest_client()
     listed = rest.list_sessions(limit=2).result(20)
     assert listed.sessions == [client.service_session_cuid, session]
@@ -636,7 +637,7 @@ def test_sessions_are_listed_renewed_and_closed(backend: Backend, wire: Wire) ->
 
 
 def test_session_ends_with_its_client(backend: Backend, wire: Wire) -> None:
-    client = backend.client()
+    client = backend.client(**QUICK_RETRIES)
     session = client.service_session_cuid
     assert wire.control("GET", f"/service-sessions/{session}").json()["status"] == "RUNNING"
     del client

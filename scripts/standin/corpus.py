@@ -44,6 +44,16 @@ END_MIX = {
     "copy": 0.02,
 }
 
+# The last stage of the large model: mostly maths, a little of all else so that it is not forgotten.
+MATHS_MIX = {
+    "words": 0.15,
+    "maths": 0.60,
+    "chat": 0.10,
+    "search": 0.08,
+    "code": 0.05,
+    "household": 0.02,
+}
+
 # task -> mistake -> probability, per assistant turn.
 NOISE: dict[str, dict[str, float]] = {
     "words": {"guess": 0.20, "no_box": 0.12, "slip": 0.10},

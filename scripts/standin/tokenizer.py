@@ -221,4 +221,3 @@ def write(folder: Path, seed: int, templates: dict[str, str]) -> None:
         json.dumps(config, indent=1) + "\n", encoding="utf-8"
     )
     (folder / "chat_template.jinja").write_text(templates["qwen3.5"], encoding="utf-8")
-    (folder / "chat_template_qwen3.jinja").write_text(templates["qwen3"], encoding="utf-8")

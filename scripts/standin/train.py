@@ -69,7 +69,7 @@ def batch(
     batches = []
     for group in groups:
         width = max(len(ids) for ids, _ in group)
-        ids = torch.tensor([row + [pad] * (width - len(row)) for row, _ in group])
+        padded = torch.tensor([row + [pad] * (width - len(row)) for row, _ in group])
         weights = torch.tensor(
             [
                 [1.0 if t else PROMPT_WEIGHT for t in trained] + [0.0] * (width - len(trained))
@@ -82,7 +82,7 @@ def batch(
         weights = torch.where(
             weights == PROMPT_WEIGHT, torch.where(keep, PROMPT_WEIGHT * 5, 0.0), weights
         )
-        batches.append((ids, weights))
+        batches.append((padded, weights))
     return batches
 
 
@@ -117,13 +117,13 @@ class Muon(torch.optim.Optimizer):
                 if p.grad is not None:
                     by_shape.setdefault(p.shape, []).append(p)
             for shape, matrices in by_shape.items():
+                updates = []
                 for p in matrices:
-                    self.state[p].setdefault("velocity", torch.zeros_like(p)).lerp_(
-                        p.grad, 1 - group["momentum"]
-                    )
-                x = torch.stack(
-                    [p.grad.lerp(self.state[p]["velocity"], group["momentum"]) for p in matrices]
-                )
+                    assert p.grad is not None  # those without one were left out above
+                    velocity = self.state[p].setdefault("velocity", torch.zeros_like(p))
+                    velocity.lerp_(p.grad, 1 - group["momentum"])
+                    updates.append(p.grad.lerp(velocity, group["momentum"]))
+                x = torch.stack(updates)
                 x = orthogonal(x) * max(1.0, shape[0] / shape[1]) ** 0.5
                 for p, update in zip(matrices, x, strict=True):
                     p.add_(update, alpha=-group["lr"])
@@ -165,10 +165,10 @@ def train(
     stream: str,
     steps: int,
     seed: int,
-    noise: dict[str, dict[str, float]],
     tokenizer: Any,
     templates: dict[str, str],
     work: Path,
+    noise: dict[str, dict[str, float]] = corpus.SILENT,
     start_from: dict[str, torch.Tensor] | None = None,
     scale: float = 1.0,
     horizon: int = 0,
