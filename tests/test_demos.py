@@ -128,4 +128,4 @@ def test_forced_tokens_keep_every_invariant(backend_factory, tmp_path: Path) -> 
 
     backend.stop()
     summary = json.loads((backend.record / "summary.json").read_text(encoding="utf-8"))
-    assert summary["demo_findings"] == ["line 4: its `when` matched no prompt"]
+    assert summary["notes"] == ["--demo line 4: its `when` matched no prompt"]

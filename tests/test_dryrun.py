@@ -565,7 +565,7 @@ def test_nothing_is_left_behind_by_signals_and_deaths(place: Place) -> None:
     (place.cwd / "backend").mkdir()
     stale = {"sessions": 1, "optimizer_steps": 1, "samples": 1, "checkpoints": 0, "seconds": 1.0}
     stale |= {"loss_first": None, "tokens": {"prefill": 0, "sample": 0, "train": 0}}
-    stale |= {"demo_findings": []}
+    stale |= {"notes": []}
     place.write("backend/summary.json", json.dumps(stale))
     running: dict[str, subprocess.Popen[bytes]] = {
         name: place.start("run", "--record", name, script, "--", f"{name}.json", mode)

@@ -5,6 +5,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from conftest import DRYRUN, SKILL
 
 
@@ -26,3 +28,38 @@ def test_quickstart_learns(tmp_path: Path) -> None:
     assert "TRIO trains language models" not in answers["base"]
     assert answers["base"]
     assert "tokens: prefill" in done.stderr
+
+
+RESUME = """
+import pytrio as trio
+
+service = trio.ServiceClient()
+training = service.create_lora_training_client("Qwen/Qwen3.5-4B", rank=4)
+datum = trio.Datum(
+    model_input=trio.ModelInput.from_ints([40, 41, 42]),
+    loss_fn_inputs={"target_tokens": [41, 42, 43]},
+)
+backward, step = training.forward_backward([datum]), training.optim_step(trio.AdamParams())
+backward.result(), step.result()
+path = training.save_state("state").result().path
+service.create_training_client_from_state_with_optimizer(path).forward([datum]).result()
+if WITHOUT:
+    service.create_training_client_from_state(path).forward([datum]).result()
+"""
+
+
+@pytest.mark.parametrize("without", [True, False])
+def test_a_lost_optimiser_is_reported(without: bool, tmp_path: Path) -> None:
+    """Resuming weights without their optimiser is allowed, and said at the end of the run."""
+    script = tmp_path / "resume.py"
+    script.write_text(RESUME.replace("WITHOUT", str(without)), encoding="utf-8")
+    done = subprocess.run(
+        [sys.executable, str(DRYRUN), "run", str(script)],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=180,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert ("was resumed without its optimiser" in done.stderr) is without

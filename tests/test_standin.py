@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
+
 from conftest import ROOT, SKILL
 
 WEIGHTS = SKILL / "scripts" / "trio_local" / "weights"

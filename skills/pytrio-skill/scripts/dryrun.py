@@ -289,8 +289,8 @@ def report(record: Path, script: Path, status: int) -> int:
         f"tokens: prefill {tokens['prefill']:,}, sample {tokens['sample']:,}, "
         f"train {tokens['train']:,}"
     )
-    for finding in summary["demo_findings"]:
-        say(f"--demo {finding}")
+    for note in summary["notes"]:
+        say(note)
     say(f"recording: {record}")
     if status == EXIT_INTERRUPTED:
         say("interrupted")

@@ -210,6 +210,11 @@ def init_run(state: State, run: TrainingRun, event: Event, payload: Any) -> dict
         source, adapter, optimizer = state.store.read(run.source_uri, run.restore_optimizer)
         trainer.load(adapter, optimizer)
         run.optimizer_steps = source.step if run.restore_optimizer else 0
+        if source.type == "TRAINING" and source.step and not run.restore_optimizer:
+            state.recorder.note(
+                f"{run.source_uri} was resumed without its optimiser: Adam started anew; "
+                "create_training_client_from_state_with_optimizer restores it"
+            )
     run.trainer = trainer
     run.status = "RUNNING"
     return {}

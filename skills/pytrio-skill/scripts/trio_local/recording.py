@@ -39,6 +39,7 @@ class Recorder:
         self.tokens: Counter[str] = Counter()
         self.counts: Counter[str] = Counter()
         self.losses: list[float] = []
+        self.notes: list[str] = []
         self._lock = threading.Lock()
         # Of an earlier run in the same folder: it must not speak for this one.
         (folder / "summary.json").unlink(missing_ok=True)
@@ -76,13 +77,20 @@ class Recorder:
                 "loss_first": self.losses[0] if self.losses else None,
                 "loss_last": self.losses[-1] if self.losses else None,
                 "tokens": {name: self.tokens[name] for name in ("prefill", "sample", "train")},
+                "notes": list(self.notes),
             }
 
-    def close(self, **additions: Any) -> None:
+    def note(self, text: str) -> None:
+        """One line the user should see at the end of the run; a repeated one is kept once."""
+        with self._lock:
+            if text not in self.notes:
+                self.notes.append(text)
+
+    def close(self) -> None:
         """Write the closing record and `summary.json`; safe to call twice."""
         if self._file.closed:
             return
-        summary = {**self.summary(), **additions}
+        summary = self.summary()
         self.write("end", **summary)
         with self._lock:
             self._file.close()

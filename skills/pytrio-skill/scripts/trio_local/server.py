@@ -130,7 +130,9 @@ def serve(options: ServerOptions, on_ready: Callable[[str], None], follow_parent
     finally:
         state.store.delete_temporary(set(state.training_runs))
         engine.stop()
-        recorder.close(demo_findings=options.demos.findings())
+        for finding in options.demos.findings():
+            recorder.note(f"--demo {finding}")
+        recorder.close()
 
 
 def watch_parent(server: Any) -> None:
