@@ -1,5 +1,6 @@
 """Fixtures: real backend processes, and the real SDK pointed at them."""
 
+import gc
 import json
 import os
 import subprocess
@@ -38,6 +39,9 @@ class Backend:
 
     def stop(self) -> None:
         """End the backend as a parent's death would."""
+        # A forgotten client closes its session when it is collected, in whichever thread that
+        # happens: without a backend it would hold up the SDK's thread with its retries.
+        gc.collect()
         if self.process.stdin and not self.process.stdin.closed:
             self.process.stdin.close()
         self.process.wait(30)

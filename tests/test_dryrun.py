@@ -1,5 +1,6 @@
 """The command line as people use it: real processes, real signals, real mistakes."""
 
+import gc
 import json
 import os
 import shutil
@@ -621,6 +622,7 @@ def test_serve_works_for_a_script_of_its_own_and_ends_on_a_signal(place: Place) 
         client = trio.ServiceClient()
         assert BASE_MODEL in client.get_supported_models()
         del client
+        gc.collect()  # closes the session while there is somebody to tell
         process.send_signal(number)
         result = ended(process)
         assert result.code == 0, result.lines

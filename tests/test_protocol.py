@@ -440,6 +440,8 @@ def test_failed_chunk_breaks_the_run_and_a_lost_actor_its_sampler(
     fresh = client.create_sampling_client(BASE_MODEL)
     assert fresh.sample(PROMPT, sampling_params=SHORT_SAMPLE).result().sequences
 
+    del client, trainer, healthy, sampler, fresh, rest
+    gc.collect()
     # A killed backend leaves a recording that can be read up to its last record.
     backend.process.kill()
     backend.process.wait(20)
