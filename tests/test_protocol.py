@@ -398,10 +398,25 @@ def test_billing_refusal_reaches_the_script(backend_factory: Callable[..., Backe
         assert caught.value.status_code == 409
 
 
-def test_failed_chunk_breaks_the_run_and_a_lost_actor_its_sampler(
+def test_failures_are_final_and_a_killed_recording_is_readable(
     backend_factory: Callable[..., Backend],
 ) -> None:
     backend = backend_factory("--fault", "fail_chunk=2,lost_actor=2", "--max-batch-size", "2")
+    a_failed_chunk_breaks_the_run(backend)
+    a_lost_actor_loses_its_sampler(backend)
+    gc.collect()
+    backend.process.kill()
+    backend.process.wait(20)
+    records, is_whole = read_trace(backend.record / "trace.msgpack")
+    assert not is_whole
+    assert records[0]["kind"] == "header"
+    assert [r["kind"] for r in records].count("sample") == 3
+    failures = [r["error"]["code"] for r in records if r.get("status") == "failed"]
+    assert failures == ["trainer_failed", "training_run_corrupted"]
+    assert not (backend.record / "summary.json").exists()
+
+
+def a_failed_chunk_breaks_the_run(backend: Backend) -> None:
     client = backend.client(**QUICK_RETRIES)
     trainer = client.create_lora_training_client(BASE_MODEL, rank=8)
     batch = [datum(tokens) for tokens in [*SEQUENCES, [50, 51, 52]]]
@@ -431,6 +446,9 @@ def test_failed_chunk_breaks_the_run_and_a_lost_actor_its_sampler(
     healthy = client.create_lora_training_client(BASE_MODEL, rank=8)
     assert healthy.forward_backward(batch).result().metrics["token_count"] == 11
 
+
+def a_lost_actor_loses_its_sampler(backend: Backend) -> None:
+    client = backend.client(**QUICK_RETRIES)
     sampler = client.create_sampling_client(BASE_MODEL)
     for _ in range(2):
         sampler.sample(PROMPT, sampling_params=SHORT_SAMPLE).result()
@@ -439,19 +457,6 @@ def test_failed_chunk_breaks_the_run_and_a_lost_actor_its_sampler(
     assert (lost.value.status_code, lost.value.code) == (404, "sampling_run_not_found")
     fresh = client.create_sampling_client(BASE_MODEL)
     assert fresh.sample(PROMPT, sampling_params=SHORT_SAMPLE).result().sequences
-
-    del client, trainer, healthy, sampler, fresh, rest
-    gc.collect()
-    # A killed backend leaves a recording that can be read up to its last record.
-    backend.process.kill()
-    backend.process.wait(20)
-    records, is_whole = read_trace(backend.record / "trace.msgpack")
-    assert not is_whole
-    assert records[0]["kind"] == "header"
-    assert [r["kind"] for r in records].count("sample") == 3
-    failures = [r["error"]["code"] for r in records if r.get("status") == "failed"]
-    assert failures == ["trainer_failed", "training_run_corrupted"]
-    assert not (backend.record / "summary.json").exists()
 
 
 def outcome(call: Callable[[], httpx.Response]) -> str:
@@ -701,7 +706,7 @@ def test_recording_holds_what_was_sent_and_served(
     ).result()
     greedy = client.create_sampling_client(BASE_MODEL).sample(PROMPT, sampling_params=SHORT_SAMPLE)
     answers = [answer, greedy.result()]
-    del sampler, trainer
+    del client, sampler, trainer
     backend.stop()
 
     records, is_whole = read_trace(backend.record / "trace.msgpack")
