@@ -63,6 +63,8 @@ def test_unusable_kinds_say_why(monkeypatch: pytest.MonkeyPatch, tmp_path: Path)
     """Each message names the option as it was written and what would work."""
     with pytest.raises(ApiError, match="a=teacher: unknown kind; use standin, large, smollm2"):
         Catalogue({"a": "teacher"})
+    with pytest.raises(ApiError, match="is a checkpoint address: pass the base model's name"):
+        Catalogue({}).resolve("trio://train1/sampler/final")
     with pytest.raises(ApiError, match="no config.json in"):
         Catalogue({"a": f"hf:{tmp_path}"})
     with pytest.raises(ApiError, match="no such tokenizer"):

@@ -417,13 +417,13 @@ def test_runs_side_by_side_and_one_after_a_kill(place: Place, tmp_path: Path) ->
     script = script.relative_to(place.cwd)
     passed_on = ["--port", "1", "--", "", "two words", "ünï"]
     running = [
-        place.start("run", script, "killed", "killed", **environment),
+        place.start("run", script, "--", "killed", "killed", **environment),
         place.start("run", script, "--", "beside", "sample", *passed_on, **environment),
     ]
     killed, beside = [ended(process) for process in running]
     assert (killed.code, beside.code) == (1, 0), (killed.lines, beside.lines)
     assert any("failed with exit status -9" in line for line in killed.lines)
-    resumed = place.run("run", script, "resumed", "resume", **environment)
+    resumed = place.run("run", script, "--", "resumed", "resume", **environment)
     assert resumed.code == 0, resumed.lines
 
     results = {"killed": killed, "beside": beside, "resumed": resumed}

@@ -63,3 +63,46 @@ def test_a_lost_optimiser_is_reported(without: bool, tmp_path: Path) -> None:
     )
     assert done.returncode == 0, done.stderr
     assert ("was resumed without its optimiser" in done.stderr) is without
+
+
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        (["--demo", "none.jsonl"], "--demo: cannot read none.jsonl"),
+        (["stray"], "unrecognized arguments: stray (the script's own go after `--`)"),
+    ],
+)
+def test_nothing_after_the_script_is_swallowed(
+    arguments: list[str], complaint: str, tmp_path: Path
+) -> None:
+    """An option of `run` behind the script is one of `run`; only what follows `--` is the
+    script's."""
+    script = tmp_path / "script.py"
+    script.write_text("print('started')\n", encoding="utf-8")
+    done = subprocess.run(
+        [sys.executable, str(DRYRUN), "run", str(script), *arguments],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert (done.returncode, done.stdout) == (3, "")
+    assert complaint in done.stderr
+    assert len(done.stderr.splitlines()) == 1
+
+
+def test_a_run_without_an_optimiser_step_is_remarked(tmp_path: Path) -> None:
+    """A loop whose every group is degenerate ends without error, but not without a word."""
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import pytrio as trio\n"
+        "client = trio.ServiceClient().create_lora_training_client('Qwen/Qwen3.5-4B', rank=4)\n"
+        "client.save_weights_and_get_sampling_client()\n",
+        encoding="utf-8",
+    )
+    command = [sys.executable, str(DRYRUN), "run", str(script)]
+    done = subprocess.run(
+        command, cwd=tmp_path, capture_output=True, text=True, timeout=180, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert "no optimiser step was taken: nothing was trained" in done.stderr

@@ -98,7 +98,6 @@ class Backend:
     """A backend in its own process; used as a context manager it never outlives the block."""
 
     def __init__(self, options: argparse.Namespace, record: Path, key: str) -> None:
-        record.mkdir(parents=True, exist_ok=True)
         self.log_path = record / "backend.log"
         command = [sys.executable, str(Path(__file__).resolve()), "serve", "--follow-parent"]
         command += backend_arguments(options)
@@ -219,6 +218,10 @@ def run(options: argparse.Namespace) -> int:
     record = options.record or new_record_folder()
     # SIGTERM ends us as Ctrl-C does: the script is stopped, then the backend.
     signal.signal(signal.SIGTERM, interrupt)
+    try:
+        record.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        stop(f"--record {record}: cannot make the folder: {error.strerror}")
     with Backend(options, record, key) as backend:
         environment = script_environment(backend.url, key, record / "sdk-home", Path.home())
         command = [sys.executable, str(script), *options.arguments]
@@ -289,6 +292,8 @@ def report(record: Path, script: Path, status: int) -> int:
         f"tokens: prefill {tokens['prefill']:,}, sample {tokens['sample']:,}, "
         f"train {tokens['train']:,}"
     )
+    if summary["training_runs"] and not summary["optimizer_steps"]:
+        say("no optimiser step was taken: nothing was trained; do the groups' rewards differ?")
     for note in summary["notes"]:
         say(note)
     say(f"recording: {record}")
@@ -426,6 +431,8 @@ class Parser(argparse.ArgumentParser):
     """argparse with our exit code and one line instead of the whole usage."""
 
     def error(self, message: str) -> NoReturn:
+        if message.startswith("unrecognized arguments"):
+            message += " (the script's own go after `--`)"
         stop(f"{message}; see: {self.prog} --help")
 
 
@@ -473,10 +480,14 @@ def parser_of_commands() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=skill_version())
     commands = parser.add_subparsers(dest="command", required=True, parser_class=Parser)
-    runner = commands.add_parser("run", help="run a script on a backend of its own")
+    runner = commands.add_parser(
+        "run",
+        help="run a script on a backend of its own",
+        usage="dryrun.py run [OPTIONS] SCRIPT [-- ARGS]",
+        epilog="everything after -- goes to the script",
+    )
     add_backend_options(runner)
     runner.add_argument("script", help="the Python file to run")
-    runner.add_argument("arguments", nargs=argparse.REMAINDER, metavar="-- ARGS")
     runner.set_defaults(call=run)
     server = commands.add_parser("serve", help="keep a backend running")
     add_backend_options(server)
@@ -490,9 +501,13 @@ def parser_of_commands() -> argparse.ArgumentParser:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    options = parser_of_commands().parse_args(arguments)
-    if options.command == "run" and options.arguments[:1] == ["--"]:
-        options.arguments = options.arguments[1:]
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    # Split by hand: what argparse does with `--` differs between Python versions.
+    border = given.index("--") if "--" in given else len(given)
+    options = parser_of_commands().parse_args(given[:border])
+    options.arguments = given[border + 1 :]
+    if options.arguments and options.command != "run":
+        stop(f"{options.command} takes nothing after `--`; only run passes arguments on")
     try:
         return options.call(options)
     except KeyboardInterrupt:

@@ -92,6 +92,13 @@ class Catalogue:
         """The model served under `name`. Raises ApiError 422 for an empty name or bad folder."""
         if not name.strip():
             raise ApiError(422, "invalid_model", "base_model must not be empty")
+        if "://" in name:
+            raise ApiError(
+                422,
+                "invalid_model",
+                f"base_model {name!r} is a checkpoint address: pass the base model's name, and the "
+                "address as model_path",
+            )
         if name not in self.requested:
             kind = self.overrides.get(name) or self.overrides.get("*") or default_kind(name)
             folder = folder_of_kind(kind, name)

@@ -213,6 +213,17 @@ def served_of(state: State, checkpoint: Checkpoint) -> ServedModel:
     return served
 
 
+def check_restorable(checkpoint: Checkpoint, with_optimizer: bool) -> None:
+    """Raises ApiError 422 when an optimiser is asked of weights saved for sampling."""
+    if with_optimizer and checkpoint.type != "TRAINING":
+        raise ApiError(
+            422,
+            "optimizer_state_missing",
+            f"{checkpoint.uri} holds sampler weights without optimiser state; resume from a "
+            "save_state checkpoint",
+        )
+
+
 async def create_training_run(request: Request) -> Response:
     state = state_of(request)
     session = state.open_session(request.path_params["session"])
@@ -224,6 +235,7 @@ async def create_training_run(request: Request) -> Response:
     lora = lora_of(body)
     if body.source_checkpoint_uri:
         source = state.store.find(body.source_checkpoint_uri)
+        check_restorable(source, body.restore_optimizer)
         served = served_of(state, source)
         for name in ("rank", "train_mlp", "train_attn", "train_unembed"):
             if lora[name] != source.lora[name]:
@@ -286,7 +298,9 @@ async def update_training_run(request: Request) -> Response:
         raise ApiError(404, "not_found", f"no training run {run.cuid!r} in this session")
     if run.next_index > 1 or run.early:
         raise ApiError(409, "already_initialized", "the run has started; bind a checkpoint before")
-    source = served_of(state, state.store.find(body.source_checkpoint_uri))
+    checkpoint = state.store.find(body.source_checkpoint_uri)
+    check_restorable(checkpoint, body.restore_optimizer)
+    source = served_of(state, checkpoint)
     if source.folder != run.served.folder:
         raise ApiError(
             422,
