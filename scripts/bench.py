@@ -3,7 +3,6 @@
 
     python scripts/bench.py                 all comparisons
     python scripts/bench.py sft sample      some of them
-    python scripts/bench.py grpo --trl      also TRL's GRPOTrainer (needs `pip install trl`)
 
 Each comparison runs its two sides in turn, A B A B ..., and prints the median of the paired
 ratios A/B. Machines differ and are noisy: ratios carry over, seconds do not.
@@ -283,70 +282,6 @@ def bench_grpo(runs: int) -> float:
         )
 
 
-def bench_trl(runs: int) -> float:
-    """The same GRPO step against TRL's GRPOTrainer on the same model."""
-    import torch
-    from datasets import Dataset
-    from peft import LoraConfig
-    from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
-    from trl import GRPOConfig, GRPOTrainer
-
-    torch.set_num_threads(1)
-    tokenizer = AutoTokenizer.from_pretrained(FOLDER)
-    prompts = token_rows(8, 40)
-    steps = 2 * runs + 2
-    with Server() as url, tempfile.TemporaryDirectory() as folder:
-        training = service(url).create_lora_training_client(MODEL, rank=RANK)
-        grpo_step(training, prompts)
-        ours: list[float] = []
-        theirs: list[float] = []
-
-        class Clock(TrainerCallback):
-            """Times TRL's steps, and runs one of ours after each."""
-
-            def on_step_begin(self, *_: object, **__: object) -> None:
-                self.start = time.perf_counter()
-
-            def on_step_end(self, *_: object, **__: object) -> None:
-                theirs.append(time.perf_counter() - self.start)
-                start = time.perf_counter()
-                grpo_step(training, prompts)
-                ours.append(time.perf_counter() - start)
-
-        trainer = GRPOTrainer(
-            model=AutoModelForCausalLM.from_pretrained(FOLDER, dtype=torch.float32),
-            processing_class=tokenizer,
-            reward_funcs=lambda completions, **_: [float(len(c) % 2) for c in completions],
-            train_dataset=Dataset.from_dict(
-                {"prompt": [tokenizer.decode(p) for p in prompts] * steps}
-            ),
-            peft_config=LoraConfig(r=RANK, lora_alpha=512, target_modules=LORA_MODULES),
-            callbacks=[Clock()],
-            args=GRPOConfig(
-                output_dir=folder,
-                per_device_train_batch_size=64,
-                num_generations=8,
-                max_completion_length=32,
-                max_steps=steps,
-                learning_rate=1e-6,
-                use_cpu=True,
-                report_to=[],
-                logging_steps=1000,
-                save_strategy="no",
-                disable_tqdm=True,
-                beta=0.0,
-            ),  # fmt: skip
-        )
-        trainer.train()
-    ratios = [a / b for a, b in zip(ours[2:], theirs[2:], strict=True)]
-    ratio = statistics.median(ratios)
-    print(
-        f"{'GRPO step against TRL':<34} {ratio:5.2f}   ({min(ratios):.2f} to {max(ratios):.2f}; "
-        f"{statistics.median(ours[2:]):.3f} s against {statistics.median(theirs[2:]):.3f} s)"
-    )
-    return ratio
-
-
 def bench_start(runs: int) -> float:
     """Server start to the first accepted request against importing torch and transformers."""
     import httpx
@@ -387,15 +322,12 @@ def main() -> int:
     )
     parser.add_argument("benches", nargs="*", choices=[*BENCHES, []], help="which (default: all)")
     parser.add_argument("--runs", type=int, default=7, help="pairs per comparison (default: 7)")
-    parser.add_argument("--trl", action="store_true", help="also compare with TRL")
     options = parser.parse_args()
     print(f"{'comparison':<34} ratio   (range of pairs; medians)")
     results = {}
     for name in options.benches or BENCHES:
         bench, limit = BENCHES[name]
         results[name] = (bench(options.runs), limit)
-    if options.trl:
-        results["trl"] = (bench_trl(options.runs), 1.0)
     print()
     for name, (ratio, limit) in results.items():
         verdict = "met" if ratio <= limit else "MISSED"
