@@ -1,13 +1,16 @@
 #!/usr/bin/env python3
 """Run a PyTRIO script against a local backend: free, offline, on the CPU.
 
-    python dryrun.py run SCRIPT [-- ARGS]   start a backend, run the script on it, stop it
+    python dryrun.py check FILE...          look for mistakes in the text, without running it
+    python dryrun.py run SCRIPT [-- ARGS]   run the script on a local backend, then audit it
+    python dryrun.py audit RECORDING        audit an earlier run again
     python dryrun.py serve                  keep a backend running for several scripts
     python dryrun.py models                 which local model answers for which name
     python dryrun.py doctor                 is this Python fit for a dry run
 
 The script and the SDK are not changed. Data goes to standard output, diagnostics to standard
-error. Exit codes: 0 clean, 1 the script failed or never used the backend, 3 usage, 130 Ctrl-C.
+error. Exit codes: 0 clean (warnings allowed), 1 the script failed or never used the backend, 2 the
+audit or the check found errors, 3 usage, 130 Ctrl-C.
 """
 
 import argparse
@@ -24,7 +27,7 @@ import time
 from collections.abc import Callable, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TextIO
 
 # The skill's folder may be read-only; a bytecode cache would be a write.
 sys.dont_write_bytecode = True
@@ -35,7 +38,7 @@ sys.path.insert(0, str(SCRIPTS))
 DEFAULT_THREADS = 1
 os.environ.setdefault("OMP_NUM_THREADS", str(DEFAULT_THREADS))
 
-EXIT_OK, EXIT_SCRIPT_FAILED, EXIT_USAGE, EXIT_INTERRUPTED = 0, 1, 3, 130
+EXIT_OK, EXIT_SCRIPT_FAILED, EXIT_FINDINGS, EXIT_USAGE, EXIT_INTERRUPTED = 0, 1, 2, 3, 130
 CLOUD_CONTACT_STATUS = 96  # of guard/sitecustomize.py
 # Long enough to convert a model on first use.
 BACKEND_START_SECONDS = 300
@@ -202,6 +205,7 @@ def run(options: argparse.Namespace) -> int:
     from trio_local.preflight import code_that_leaves, script_environment
 
     backend_settings(options)
+    audit_settings(options)
     key = f"dryrun-{secrets.token_hex(16)}"
     try:
         # As Python does, take a file with a byte order mark.
@@ -226,7 +230,7 @@ def run(options: argparse.Namespace) -> int:
         environment = script_environment(backend.url, key, record / "sdk-home", Path.home())
         command = [sys.executable, str(script), *options.arguments]
         status = run_script(command, environment, backend)
-    return report(record, script, status)
+    return report(options, record, script, status)
 
 
 def run_script(command: list[str], environment: dict[str, str], backend: Backend) -> int:
@@ -274,29 +278,21 @@ def interrupt(*_: object) -> NoReturn:
     raise KeyboardInterrupt
 
 
-def report(record: Path, script: Path, status: int) -> int:
-    """Print the summary of a finished run and turn the script's status into ours."""
+def report(options: argparse.Namespace, record: Path, script: Path, status: int) -> int:
+    """Print the audit of a finished run and turn its verdict and the script's status into ours."""
     try:
         summary = json.loads((record / "summary.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):
         say(f"the backend died; its log: {record / 'backend.log'}")
         return EXIT_SCRIPT_FAILED
-    tokens = summary["tokens"]
-    say(
-        f"{summary['optimizer_steps']} optimiser steps, {summary['samples']} sampling requests, "
-        f"{summary['checkpoints']} saves in {summary['seconds']:.1f} s"
-    )
-    if summary["loss_first"] is not None:
-        say(f"loss_mean first {summary['loss_first']:.4f}, last {summary['loss_last']:.4f}")
-    say(
-        f"tokens: prefill {tokens['prefill']:,}, sample {tokens['sample']:,}, "
-        f"train {tokens['train']:,}"
-    )
+    has_errors = False
+    if summary["sessions"]:
+        has_errors = audit_recording(options, record, sys.stderr)
     if summary["training_runs"] and not summary["optimizer_steps"]:
-        say("no optimiser step was taken: nothing was trained; do the groups' rewards differ?")
+        say("no optimiser step was taken: nothing was trained")
     for note in summary["notes"]:
         say(note)
-    say(f"recording: {record}")
+    say(f"{summary['seconds']:.1f} s; recording and audit.json: {record}")
     if status == EXIT_INTERRUPTED:
         say("interrupted")
         return EXIT_INTERRUPTED
@@ -308,7 +304,62 @@ def report(record: Path, script: Path, status: int) -> int:
     if summary["sessions"] == 0:
         say(f"{script} opened no session on the backend: nothing was proven, so this is no success")
         return EXIT_SCRIPT_FAILED
-    return EXIT_OK
+    return EXIT_FINDINGS if has_errors else EXIT_OK
+
+
+def audit_settings(options: argparse.Namespace) -> tuple[dict[str, str], Any]:
+    """Accepted rules and the budget of the command line; ends in one line on a mistake."""
+    from audit.cli import parse_accepted, parse_prices
+    from audit.report import Budget
+
+    try:
+        accepted = parse_accepted(options.accept)
+    except ValueError as error:
+        stop(f"--accept {error}")
+    try:
+        prices = None if options.price is None else parse_prices(options.price)
+    except ValueError as error:
+        stop(f"--price {error}")
+    return accepted, Budget(options.steps, prices)
+
+
+def audit_recording(options: argparse.Namespace, path: Path, out: TextIO) -> bool:
+    """Audit a recording, print the table, write audit.json beside it; True when it has errors."""
+    from audit.cli import audit, write_json
+    from audit.trace import TraceError
+
+    accepted, budget = audit_settings(options)
+    try:
+        text, result = audit(path, accepted, budget)
+    except TraceError as error:
+        stop(str(error))
+    print(text, file=out, flush=True)
+    folder = path if path.is_dir() else path.parent
+    try:
+        write_json(folder / "audit.json", result)
+    except OSError as error:
+        say(f"cannot write {folder / 'audit.json'}: {error.strerror}")
+    return result["verdict"] == "errors"
+
+
+def audit_again(options: argparse.Namespace) -> int:
+    """Audit the recording of an earlier run."""
+    missing = [name for name in ("numpy", "msgpack", "tokenizers") if installed(name) is None]
+    if missing:
+        stop(f"missing {', '.join(missing)}; see: {sys.argv[0]} doctor")
+    if not options.recording.exists():
+        stop(f"no recording at {options.recording}; give the folder that `run` named")
+    return EXIT_FINDINGS if audit_recording(options, options.recording, sys.stdout) else EXIT_OK
+
+
+def check(options: argparse.Namespace) -> int:
+    """Static rules over source files, which are not imported."""
+    problem = installation_problem()
+    if problem:
+        stop(problem)
+    from lint.cli import check_files
+
+    return check_files(options.files, options.json)
 
 
 def new_record_folder() -> Path:
@@ -474,6 +525,16 @@ def add_backend_options(parser: argparse.ArgumentParser) -> None:
     add("--max-tokens", type=number(0), default=262144, help="tokens per request; 0 for no limit")
 
 
+def add_audit_options(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add(
+        "--accept", action="append", default=[], metavar="RULE=REASON",
+        help="a finding that is intended, such as 'A05=one step off-policy'",
+    )  # fmt: skip
+    add("--steps", type=number(1), help="optimiser steps of the full run, for the estimate")
+    add("--price", metavar="P,S,T", help="prices of a million prefill, sample and train tokens")
+
+
 def parser_of_commands() -> argparse.ArgumentParser:
     parser = Parser(
         prog="dryrun.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -487,8 +548,17 @@ def parser_of_commands() -> argparse.ArgumentParser:
         epilog="everything after -- goes to the script",
     )
     add_backend_options(runner)
+    add_audit_options(runner)
     runner.add_argument("script", help="the Python file to run")
     runner.set_defaults(call=run)
+    auditor = commands.add_parser("audit", help="audit the recording of an earlier run")
+    auditor.add_argument("recording", type=Path, help="the folder that run named, or its trace")
+    add_audit_options(auditor)
+    auditor.set_defaults(call=audit_again)
+    checker = commands.add_parser("check", help="look for mistakes in Python files")
+    checker.add_argument("files", type=Path, nargs="+", metavar="FILE", help="a Python file")
+    checker.add_argument("--json", action="store_true", help="print JSON")
+    checker.set_defaults(call=check)
     server = commands.add_parser("serve", help="keep a backend running")
     add_backend_options(server)
     server.add_argument("--follow-parent", action="store_true", help=argparse.SUPPRESS)

@@ -8,6 +8,7 @@ import asyncio
 import hashlib
 import json
 import time
+import zlib
 from concurrent.futures import Future
 from typing import Any, cast
 
@@ -48,6 +49,8 @@ HEARTBEAT_MS = 60_000
 KEEP_ALIVE_SECONDS = 10.0
 # A local choice: all samples of a request are in memory at once.
 MAX_SAMPLES_PER_REQUEST = 1024
+# Of what a run was trained on, kept in its saved states to recognise repeated data.
+HISTORY_STEPS, HISTORY_MARKS_PER_STEP = 256, 64
 
 
 # -- events ----------------------------------------------------------------------------------------
@@ -210,6 +213,16 @@ def init_run(state: State, run: TrainingRun, event: Event, payload: Any) -> dict
         source, adapter, optimizer = state.store.read(run.source_uri, run.restore_optimizer)
         trainer.load(adapter, optimizer)
         run.optimizer_steps = source.step if run.restore_optimizer else 0
+        run.history = state.store.history(source)
+        state.recorder.write(
+            "resume",
+            run=run.cuid,
+            uri=source.uri,
+            type=source.type,
+            step=source.step,
+            with_optimizer=run.restore_optimizer,
+            history=run.history,
+        )
         if source.type == "TRAINING" and source.step and not run.restore_optimizer:
             state.recorder.note(
                 f"{run.source_uri} was resumed without its optimiser: Adam started anew; "
@@ -217,6 +230,7 @@ def init_run(state: State, run: TrainingRun, event: Event, payload: Any) -> dict
             )
     run.trainer = trainer
     run.status = "RUNNING"
+    state.recorder.model(str(run.served.folder), trainer.loaded.chat)
     return {}
 
 
@@ -228,9 +242,26 @@ def forward(state: State, run: TrainingRun, event: Event, payload: Any) -> dict[
     tokens = sum(len(datum.target_ids) for datum in payload.data)
     check_limits(state.limits, len(payload.data), tokens)
     result = run.trainer.forward(payload, backward)
+    if backward:
+        run.batch.update(prompt_marks(payload))
     event.usage["input_tokens"] = tokens
     event.usage["train_tokens"] = tokens if backward else 0
     return result
+
+
+def prompt_marks(payload: Any) -> set[int]:
+    """One 32-bit hash per sample, of its tokens before the first with a signal: its prompt.
+
+    They tell after a resume whether the data went on or began again.
+    """
+    marks = set()
+    for datum in payload.data:
+        tokens = [t for c in datum.model_input.chunks for t in getattr(c, "tokens", ())]
+        signal = datum.weights if datum.advantages is None else datum.advantages
+        first = next((i for i, value in enumerate(signal or ()) if value), 0)
+        # A prompt of one token is no prompt: the whole sample then stands for itself.
+        marks.add(zlib.crc32(packed_ids(tokens[: first + 1] if first else tokens)))
+    return marks
 
 
 def check_limits(limits: Limits, samples: int, tokens: int) -> None:
@@ -246,6 +277,8 @@ def check_limits(limits: Limits, samples: int, tokens: int) -> None:
 def optimize(state: State, run: TrainingRun, event: Event, payload: Any) -> dict[str, Any]:
     metrics = run.trainer.optimize(payload.adam_params)
     run.optimizer_steps += 1
+    run.history.append(sorted(run.batch)[:HISTORY_MARKS_PER_STEP])
+    run.batch.clear()
     return {"metrics": metrics}
 
 
@@ -269,6 +302,7 @@ def save(state: State, run: TrainingRun, event: Event, payload: Any) -> dict[str
         adapter=run.trainer.adapter(),
         adapter_config=run.trainer.adapter_config(),
         optimizer=run.trainer.optimizer_state() if is_state else None,
+        history=run.history[-HISTORY_STEPS:] if is_state else None,
     )
     return {
         "checkpoint": {
@@ -525,6 +559,7 @@ async def sample_answer(
 def record_sample(
     state: State, run: SamplingRun, body: SampleRequest, result: Any, started: float
 ) -> None:
+    state.recorder.model(str(run.served.folder), state.engine.chat(run.served))
     fields: dict[str, Any] = {
         "run": run.cuid,
         "snapshot": run.snapshot,

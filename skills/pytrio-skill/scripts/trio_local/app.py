@@ -51,7 +51,12 @@ def refusal(request: Request, error: ApiError) -> Response:
     state: State = request.app.state.backend
     path = request.url.path
     state.recorder.write(
-        "refused", method=request.method, path=path, status=error.status, code=error.code
+        "refused",
+        method=request.method,
+        path=path,
+        status=error.status,
+        code=error.code,
+        message=error.message,
     )
     if not path.startswith(ACTOR_PREFIX):
         return JSONResponse(error.control_body(), error.status)

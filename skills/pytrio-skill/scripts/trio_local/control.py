@@ -268,6 +268,7 @@ async def create_training_run(request: Request) -> Response:
         session=session.cuid,
         base_model=served.name,
         served_by=served.kind,
+        folder=str(served.folder),
         lora=lora,
         source=run.source_uri,
         restore_optimizer=run.restore_optimizer,
@@ -426,6 +427,8 @@ async def create_sampling_run(request: Request) -> Response:
         base_model=served.name,
         served_by=served.kind,
         checkpoint=checkpoint.uri if checkpoint else "",
+        folder=str(served.folder),
+        snapshot=run.snapshot,
         training_run=checkpoint.training_run if checkpoint else "",
         step=checkpoint.step if checkpoint else 0,
     )

@@ -80,6 +80,10 @@ class Engine:
             self._models[key] = LoadedModel(served, self.device)
         return self._models[key]
 
+    def chat(self, served: ServedModel) -> dict[str, Any]:
+        """How the template of a model that has been loaded frames a turn; from any thread."""
+        return self._models[str(served.folder)].chat
+
     def sample(
         self,
         served: ServedModel,

@@ -55,6 +55,7 @@ class LoadedModel:
         self.context_length = context_length(served)
         self.end_ids = self._end_ids()
         self.turn_end_id = self._turn_end_id()
+        self.chat = self._chat()
         # Renamed in transformers 5; asking the signature keeps both generations working.
         parameters = inspect.signature(self.model.forward).parameters
         self.cache_argument = "cache" if "cache" in parameters else "past_key_values"
@@ -69,6 +70,44 @@ class LoadedModel:
         """The id that ends an assistant's turn, None for a model that has none."""
         own = self.tokenizer.eos_token_id
         return own if own is not None else min(self.end_ids, default=None)
+
+    def _chat(self) -> dict[str, Any]:
+        """How the template frames a turn, for the audit: ids of the generation prompts (thinking
+        on and off) and of what follows an answer, and all ids that end a turn.
+
+        A tokenizer without a template gives empty lists.
+        """
+        question = {"role": "user", "content": "x"}
+
+        def render(messages: list[dict[str, str]], generation: bool, thinking: bool) -> str:
+            return str(
+                self.tokenizer.apply_chat_template(
+                    messages,
+                    tokenize=False,
+                    add_generation_prompt=generation,
+                    enable_thinking=thinking,
+                )
+            )
+
+        prompts: list[list[int]] = []
+        closing: list[int] = []
+        try:
+            bare = render([question], False, False)
+            for thinking in (True, False):
+                opened = render([question], True, thinking)
+                if opened.startswith(bare):
+                    ids = self.tokenizer.encode(opened[len(bare) :], add_special_tokens=False)
+                    prompts += [ids] if ids and ids not in prompts else []
+            answered = render([question, {"role": "assistant", "content": "yy"}], False, False)
+            after = answered.rpartition("yy")[2]
+            closing = self.tokenizer.encode(after, add_special_tokens=False)
+        except Exception:  # noqa: BLE001 - a template may raise anything; then it says nothing
+            pass
+        return {
+            "generation_prompts": prompts,
+            "closing": closing,
+            "end_ids": sorted({*self.end_ids, *closing[:1]}),
+        }
 
     def linear_modules(self, spec: LoraSpec) -> list[str]:
         """Full names of the linear layers that the LoRA flags select."""

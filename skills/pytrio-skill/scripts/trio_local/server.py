@@ -99,7 +99,12 @@ def serve(options: ServerOptions, on_ready: Callable[[str], None], follow_parent
     engine.start()
     recorder = Recorder(
         options.record,
-        {"sdk_version": sdk_version, "reduction": options.reduction, "seed": options.seed},
+        {
+            "sdk_version": sdk_version,
+            "reduction": options.reduction,
+            "seed": options.seed,
+            "faults": options.faults,
+        },
     )
     state = State(
         catalogue=catalogue,

@@ -79,6 +79,9 @@ class TrainingRun:
     corrupted_reason: str | None = None
     trainer: Any = None
     optimizer_steps: int = 0
+    # Marks of the prompts trained on: of the step that is being gathered, and per step so far.
+    batch: set[int] = field(default_factory=set)
+    history: list[list[int]] = field(default_factory=list)
     next_index: int = 1
     early: dict[int, Event] = field(default_factory=dict)
     events: dict[str, Event] = field(default_factory=dict)

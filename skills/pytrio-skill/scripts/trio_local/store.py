@@ -130,8 +130,12 @@ class CheckpointStore:
         adapter: dict[str, Any],
         adapter_config: dict[str, Any],
         optimizer: dict[str, Any] | None,
+        history: list[list[int]] | None = None,
     ) -> Checkpoint:
-        """Write one checkpoint. Raises ApiError 409 when the name is taken and not overwritten."""
+        """Write one checkpoint. `history` is what the run was trained on, for a later audit.
+
+        Raises ApiError 409 when the name is taken and not overwritten.
+        """
         from safetensors.torch import save_file
 
         section = "state" if type == "TRAINING" else "sampler"
@@ -153,6 +157,9 @@ class CheckpointStore:
                 if optimizer is not None:
                     save_file(optimizer, part / "optimizer.safetensors")
                 write_json(part / "adapter_config.json", adapter_config)
+                if history is not None:
+                    packed = json.dumps(history, separators=(",", ":"))
+                    (part / "history.json").write_text(packed, encoding="utf-8")
                 now = time.time()
                 checkpoint = Checkpoint(
                     cuid=cuid,
@@ -178,6 +185,14 @@ class CheckpointStore:
             for old in previous:
                 self._remove(old.cuid)
         return checkpoint
+
+    def history(self, checkpoint: Checkpoint) -> list[list[int]]:
+        """Per optimiser step the marks of what was trained on; empty when that is not known."""
+        try:
+            text = (self.root / checkpoint.cuid / "history.json").read_text(encoding="utf-8")
+            return [[int(mark) for mark in step] for step in json.loads(text)]
+        except (OSError, ValueError, TypeError):
+            return []
 
     def load(
         self, checkpoint: Checkpoint, with_optimizer: bool = False

@@ -1,0 +1,56 @@
+"""The audit of one recording, from its file to the table, `audit.json` and a verdict."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from audit.findings import Finding, accept
+from audit.joins import Joined
+from audit.report import Budget, as_json, as_text, limited, verdict_of, write_json
+from audit.rules import RULES, findings_of
+from audit.trace import read_trace
+
+CODES = {rule.code for rule in RULES.values()}
+
+
+def parse_accepted(texts: Sequence[str]) -> dict[str, str]:
+    """`A05=one step off-policy on purpose` -> {"A05": "..."}; raises ValueError in one line."""
+    accepted = {}
+    for text in texts:
+        name, separator, reason = text.partition("=")
+        if not separator or not reason.strip():
+            raise ValueError(f"takes RULE=REASON, got {text!r}")
+        if name not in RULES and name not in CODES:
+            raise ValueError(f"no rule {name!r}; rules are named such as A05 or A05-lag")
+        accepted[name] = reason.strip()
+    return accepted
+
+
+def parse_prices(text: str) -> tuple[float, float, float]:
+    """`0.1,0.4,1.2` -> prices of a million prefill, sample and train tokens; raises ValueError."""
+    try:
+        prefill, sample, train = (float(part) for part in text.split(","))
+    except ValueError:
+        raise ValueError(
+            f"takes three prices per million tokens, PREFILL,SAMPLE,TRAIN, got {text!r}"
+        ) from None
+    if not all(0 <= price < 1e9 for price in (prefill, sample, train)):
+        raise ValueError(f"takes prices of 0 or more, got {text!r}")
+    return prefill, sample, train
+
+
+def with_accepted(findings: list[Finding], accepted: dict[str, str]) -> list[Finding]:
+    marked = []
+    for finding in findings:
+        reason = accepted.get(finding.rule.name) or accepted.get(finding.rule.code)
+        marked.append(accept(finding, reason) if reason else finding)
+    return marked
+
+
+def audit(path: Path, accepted: dict[str, str], budget: Budget) -> tuple[str, dict]:
+    """(table, content of audit.json) of a recording. Raises TraceError."""
+    joined = Joined(read_trace(path))
+    findings = limited(with_accepted(findings_of(joined), accepted))
+    return as_text(joined, findings, budget), as_json(joined, findings, budget)
+
+
+__all__ = ["audit", "parse_accepted", "parse_prices", "verdict_of", "write_json"]

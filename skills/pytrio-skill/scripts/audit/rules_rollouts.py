@@ -1,0 +1,422 @@
+"""Checks of sampling: which weights, which parameters, which groups, which stops."""
+
+from collections import Counter, defaultdict
+from collections.abc import Iterator
+
+import numpy as np
+
+from audit.findings import Hit, Place, plural, target_place
+from audit.joins import Group, Joined, hits
+from audit.rules_tokens import first_difference, is_constant, shift_of
+from audit.trace import Request, Sequence
+
+RATIO_WARNING, RATIO_ERROR = 0.02, 0.1
+TRUNCATED_SHARE = 0.3
+DEGENERATE_SHARE = 0.9
+# Identical completions less likely than exp(-20) by chance are no chance.
+IMPROBABLE = -20.0
+
+
+def request_place(joined: Joined, request: Request, sequence: Sequence | None = None) -> Place:
+    """A place that shows the end of a prompt and the beginning of a completion."""
+    decoder = joined.decoders.of(request.sampler.folder)
+    tokens, at = request.prompt, len(request.prompt) - 1
+    if sequence is not None and len(sequence.tokens):
+        tokens, at = np.concatenate([request.prompt, sequence.tokens]), len(request.prompt)
+    return Place(request=request.number, text=decoder.around(tokens, max(0, at)))
+
+
+# -- A05: which weights sampled --------------------------------------------------------------------
+
+
+def check_lag(joined: Joined) -> Iterator[Hit]:
+    """Optimiser steps that had ended when a training completion was asked for, and that its
+    weights do not know."""
+    lags: dict[int, int] = {}
+    foreign: set[str] = set()
+    snapshots: dict[str, set[int]] = defaultdict(set)
+    first_request: dict[int, Request] = {}
+    for index, data in joined.trained.items():
+        request, run = joined.sequences[index].request, data[0].call.run
+        sampler = request.sampler
+        known = sampler.step
+        if sampler.training_run != run:
+            if not is_start_of(joined, run, sampler.training_run, sampler.step):
+                foreign.add(sampler.base_model)
+                continue
+            known = joined.steps_finished(run, 0.0)
+        now = joined.steps_finished(run, request.started)
+        lags[request.number] = max(0, now - known)
+        first_request.setdefault(lags[request.number], request)
+        snapshots[sampler.snapshot].add(now)
+    if foreign:
+        yield Hit(
+            "A05-foreign",
+            f"training completions were sampled by other weights than the run's: "
+            f"{', '.join(sorted(foreign))}",
+        )
+    if not lags:
+        return
+    worst = max(lags.values())
+    if not worst:
+        return
+    counts = Counter(lags.values())
+    histogram = ", ".join(f"lag {lag}: {counts[lag]}" for lag in sorted(counts))
+    place = request_place(joined, first_request[worst])
+    reused = max(len(steps) for steps in snapshots.values())
+    if worst >= 2 or reused == len({s for steps in snapshots.values() for s in steps}) > 1:
+        yield Hit(
+            "A05-stale",
+            f"one sampling client was used at {reused} different optimiser steps; requests by the "
+            f"number of steps they were behind: {histogram}",
+            (place,),
+        )
+    else:
+        yield Hit(
+            "A05-lag",
+            f"completions were sampled by weights one optimiser step old ({histogram})",
+            (place,),
+        )
+
+
+def is_start_of(joined: Joined, run: str, sampled_run: str, step: int) -> bool:
+    """Whether these weights are the ones a training run began with."""
+    source = joined.trace.runs[run].source if run in joined.trace.runs else ""
+    if not sampled_run:
+        return not source
+    return any(
+        s.run == sampled_run and s.step == step and s.uri == source for s in joined.trace.saves
+    ) or (bool(source) and f"//{sampled_run}/" in source)
+
+
+# -- A06: the ratio on fresh data ------------------------------------------------------------------
+
+
+def check_ratio(joined: Joined) -> Iterator[Hit]:
+    """|log ratio| of targets in the first call that trains on them, right after sampling."""
+    differences: list[np.ndarray] = []
+    place: Place | None = None
+    worst = 0.0
+    for call in joined.policy_calls:
+        if call.kind != "policy":
+            continue
+        for datum in call.data:
+            match = joined.match(datum)
+            fresh = [
+                i
+                for i in match.turns
+                if joined.trained[i][0] is datum
+                and joined.sequences[i].request.sampler.training_run == call.run
+                and joined.sequences[i].request.sampler.step == call.steps_before
+            ]
+            if not fresh or shift_of(datum) != "aligned":
+                continue
+            assert datum.logprobs is not None
+            positions = datum.active & np.isin(match.owner, fresh)
+            if not positions.any():
+                continue
+            delta = np.abs(datum.served - datum.logprobs)[positions]
+            differences.append(delta)
+            if float(delta.max()) > worst:
+                worst = float(delta.max())
+                at = int(np.flatnonzero(positions)[int(delta.argmax())])
+                place = target_place(call, datum, at, joined.decoder(call))
+    if not differences:
+        return
+    every = np.concatenate(differences)
+    mean = float(every.mean())
+    if mean > RATIO_WARNING:
+        rule = "A06-ratio" if mean > RATIO_ERROR else "A06-ratio-drift"
+        yield Hit(
+            rule,
+            f"on data sampled by the very weights that are trained, |log ratio| is {mean:.3f} on "
+            f"average and {worst:.2f} at most (median {np.median(every):.3f}); it must be 0",
+            (place,) if place else (),
+        )
+
+
+# -- A07 and A08: sampling parameters --------------------------------------------------------------
+
+
+def check_parameters(joined: Joined) -> Iterator[Hit]:
+    wrong: dict[str, list[Request]] = defaultdict(list)
+    for request in joined.training_requests:
+        params = request.params
+        if params.get("temperature", 1.0) != 1.0:
+            wrong["A07-temperature"].append(request)
+        if (params.get("top_p") or 1.0) < 1.0 or (params.get("top_k") or -1) > 0:
+            wrong["A07-filter"].append(request)
+    for rule, requests in wrong.items():
+        params = requests[0].params
+        shown = (
+            f"temperature {params.get('temperature')}"
+            if rule == "A07-temperature"
+            else f"top_p {params.get('top_p', 1)}, top_k {params.get('top_k', -1)}"
+        )
+        yield Hit(
+            rule,
+            f"{plural(len(requests), 'training request')} of {len(joined.training_requests)} "
+            f"sampled with {shown}",
+            tuple(request_place(joined, r) for r in requests[:3]),
+        )
+
+
+def check_seeds(joined: Joined) -> Iterator[Hit]:
+    samplers_of: dict[int, set[str]] = defaultdict(set)
+    example: dict[int, Request] = {}
+    for request in joined.training_requests:
+        seed = request.params.get("seed")
+        if seed is not None:
+            samplers_of[seed].add(request.sampler.snapshot)
+            example.setdefault(seed, request)
+    repeated = [seed for seed, samplers in samplers_of.items() if len(samplers) > 1]
+    if repeated:
+        seed = repeated[0]
+        yield Hit(
+            "A08-seed",
+            f"seed {seed} was given in {len(samplers_of[seed])} optimiser steps: a question asked "
+            "again gets the same random numbers",
+            (request_place(joined, example[seed]),),
+        )
+    for group in joined.groups:
+        sequences = [joined.sequences[i] for i in group.members]
+        if len(sequences) < 2:
+            continue
+        copies = Counter(s.tokens.tobytes() for s in sequences)
+        tokens, count = copies.most_common(1)[0]
+        likely = next(s for s in sequences if s.tokens.tobytes() == tokens)
+        chance = (count - 1) * float(likely.logprobs.sum())
+        if count >= 2 and chance < IMPROBABLE:
+            yield Hit(
+                "A08-duplicates",
+                f"{count} of {len(sequences)} completions of one group are identical; the chance "
+                f"of that is about exp({chance:.0f})",
+                (request_place(joined, likely.request, likely),),
+            )
+            return
+
+
+# -- A09: groups -----------------------------------------------------------------------------------
+
+
+def check_groups(joined: Joined) -> Iterator[Hit]:
+    per_step = [g for g in joined.groups if g.advantages or trained_around(joined, g)]
+    if not per_step or not advantages_are_constant(joined):
+        return
+    many = [g for g in per_step if len(g.members) > 1]
+    if len(many) < 0.2 * len(per_step):
+        if any(g.advantages for g in per_step):
+            yield Hit(
+                "A09-singletons",
+                f"{len(per_step) - len(many)} of {len(per_step)} prompts have a single completion: "
+                "there is nothing to compare it with",
+            )
+        return
+    yield from group_sum_hits(joined, many)
+    first_third = sorted(many, key=lambda g: g.step)[: max(1, len(many) // 3)]
+    share = float(np.mean([g.is_degenerate for g in first_third]))
+    if share >= DEGENERATE_SHARE and len(first_third) >= 4:
+        yield Hit(
+            "A09-degenerate",
+            f"in the first third of the run {share:.0%} of {len(first_third)} groups have no "
+            "advantage that differs from 0: all their completions got the same reward",
+        )
+
+
+def trained_around(joined: Joined, group: Group) -> bool:
+    """A group of a sampler that also sampled trained completions: its own were dropped."""
+    sampler = joined.sequences[group.members[0]].request.sampler.id
+    return any(r.sampler.id == sampler for r in joined.training_requests)
+
+
+def advantages_are_constant(joined: Joined) -> bool:
+    """Whether advantages are per completion (GRPO) and not per token (distillation)."""
+    constant = [
+        is_constant(d.signal[(joined.match(d).owner == i) & d.active])
+        for i, data in joined.trained.items()
+        for d in data[:1]
+        if ((joined.match(d).owner == i) & d.active).any() and d.call.kind == "policy"
+    ]
+    return bool(constant) and float(np.mean(constant)) >= 0.8
+
+
+def group_sum_hits(joined: Joined, groups: list[Group]) -> Iterator[Hit]:
+    """Advantages against the mean of a group add up to zero over the group."""
+    live = [g for g in groups if not g.is_degenerate]
+    bad = [g for g in live if not sums_to_zero(joined, g)]
+    if not bad:
+        return
+    example = max(bad, key=lambda g: len(g.advantages))
+    total = sum(example.advantages.values())
+    place = request_place(joined, joined.sequences[example.members[0]].request)
+    shown = ", ".join(f"{example.advantages.get(m, 0.0):.3g}" for m in example.members[:8])
+    counted = f"{len(bad)} of {len(live)} groups"
+    values = [v for g in live for v in g.advantages.values()]
+    if min(values) >= 0:
+        yield Hit(
+            "A09-no-baseline",
+            f"no advantage is negative: {counted} have no baseline (one group: {shown})",
+            (place,),
+        )
+        return
+    order = wrong_order(groups) if len(bad) > len(live) / 2 else None
+    if order:
+        yield Hit(
+            "A09-order",
+            f"advantages add up to 0 over {order}, not over the completions of one prompt (one "
+            f"group: {shown})",
+            (place,),
+        )
+    elif len(bad) > len(live) / 2 and batch_sums_are_zero(live):
+        yield Hit(
+            "A09-batch-baseline",
+            f"advantages of {counted} do not add up to 0 over the group, but over the batch (one "
+            f"group: {shown})",
+            (place,),
+        )
+    else:
+        missing = len(example.members) - len(example.advantages)
+        dropped = f"; {missing} of {len(example.members)} were not trained" if missing else ""
+        yield Hit(
+            "A09-group-sum",
+            f"advantages of {counted} do not add up to 0: one group has {shown}, sum {total:.3g}"
+            f"{dropped}",
+            (place,),
+        )
+
+
+def sums_to_zero(joined: Joined, group: Group) -> bool:
+    """Whether the group's advantages add up to zero, per completion or per token."""
+    values = np.array([group.advantages.get(m, 0.0) for m in group.members])
+    lengths = np.array([len(joined.sequences[m].tokens) for m in group.members])
+    scale = float(np.abs(values).max())
+    by_completion = abs(float(values.sum())) <= 0.01 * scale
+    by_token = abs(float((values * lengths).sum())) <= 0.01 * float(np.abs(values * lengths).max())
+    return by_completion or by_token
+
+
+def matrices(groups: list[Group]) -> Iterator[np.ndarray]:
+    """Advantages [groups, completions] of each step whose groups have one size."""
+    by_step: dict[int, list[Group]] = defaultdict(list)
+    for group in groups:
+        by_step[group.step].append(group)
+    for of_step in by_step.values():
+        if len({len(g.members) for g in of_step}) == 1 and len(of_step) > 1:
+            yield np.array([[g.advantages.get(m, 0.0) for m in g.members] for g in of_step])
+
+
+def wrong_order(groups: list[Group]) -> str | None:
+    """Another way of cutting a step's flat list into groups under which the sums are zero."""
+    found = []
+    for matrix in matrices(groups):
+        scale = 0.01 * float(np.abs(matrix).max())
+        count, size = matrix.shape
+        flat = matrix.reshape(-1)
+        if (np.abs(matrix.sum(axis=0)) <= scale).all():
+            found.append("completions with the same number in different groups")
+        elif (np.abs(flat.reshape(size, count).sum(axis=0)) <= scale).all() and count != size:
+            found.append("every n-th completion of the flat list")
+        elif (np.abs(flat.reshape(size, count).sum(axis=1)) <= scale).all() and count != size:
+            found.append("blocks of another length than the groups have")
+        else:
+            return None
+    return found[0] if found else None
+
+
+def batch_sums_are_zero(groups: list[Group]) -> bool:
+    by_step: dict[int, list[float]] = defaultdict(list)
+    for group in groups:
+        by_step[group.step] += group.advantages.values()
+    return all(abs(sum(v)) <= 0.01 * max(map(abs, v)) for v in by_step.values() if v)
+
+
+# -- A11: stops ------------------------------------------------------------------------------------
+
+
+def check_truncation(joined: Joined) -> Iterator[Hit]:
+    """Share of training completions that ended at max_tokens, in the first third of the run."""
+    trained = {r.number for r in joined.training_requests}
+    sampled = [s for s in joined.sequences if s.request.number in trained]
+    sampled = sampled[: max(1, len(sampled) // 3)] if sampled else []
+    cut = [s for s in sampled if s.stop_reason == "length"]
+    if len(sampled) >= 8 and len(cut) / len(sampled) > TRUNCATED_SHARE:
+        limit = cut[0].request.params.get("max_tokens")
+        yield Hit(
+            "A11-truncated",
+            f"{len(cut)} of the first {len(sampled)} training completions were cut off at "
+            f"max_tokens {limit}: they cannot hold a final answer",
+            (request_place(joined, cut[0].request, cut[0]),),
+        )
+
+
+# -- A21: turns ------------------------------------------------------------------------------------
+
+
+def check_turns(joined: Joined) -> Iterator[Hit]:
+    """Later prompts that do not go on exactly where a completion ended."""
+    if not joined.training_requests:
+        return
+    starts: dict[int, list[Request]] = defaultdict(list)
+    for request in joined.trace.requests:
+        chat = joined.trace.chats.get(request.sampler.folder)
+        if chat and chat.header and not request.is_score:
+            bare = without_generation_prompt(request.prompt, chat.generation_prompts)
+            if bare is not None:
+                opened = np.append(request.prompt[:bare], np.array(chat.header, np.int32))
+                starts[int(joined.hashes.of(opened)[-1])].append(request)
+    known = np.array(sorted(starts), np.uint64)
+    broken: list[tuple[Request, Sequence, int]] = []
+    later = 0
+    index = 0
+    for request in joined.trace.requests:
+        parent = joined.parents[index] if request.sequences else -1
+        index += len(request.sequences)
+        if request.is_score:
+            continue
+        if parent >= 0:
+            later += 1
+            continue
+        found = find_broken(joined, request, starts, known)
+        if found:
+            later += 1
+            broken.append(found)
+    if broken:
+        request, sequence, differs = broken[0]
+        decoder = joined.decoders.of(request.sampler.folder)
+        at = min(differs, len(request.prompt) - 1)
+        yield Hit(
+            "A21-not-extended",
+            f"{plural(len(broken), 'later turn')} of {later} do not begin with the previous prompt "
+            "and the sampled ids",
+            (Place(request=request.number, text=decoder.around(request.prompt, at)),),
+        )
+
+
+def without_generation_prompt(prompt: np.ndarray, variants: list[list[int]]) -> int | None:
+    """Length of a prompt without the generation prompt it ends in, None when it has none."""
+    for ids in sorted(variants, key=len, reverse=True):
+        if len(prompt) > len(ids) and prompt[-len(ids) :].tolist() == ids:
+            return len(prompt) - len(ids)
+    return None
+
+
+def find_broken(
+    joined: Joined, request: Request, starts: dict[int, list[Request]], known: np.ndarray
+) -> tuple[Request, Sequence, int] | None:
+    """The completion that a request was meant to continue: the one it shares most tokens with."""
+    hashes = joined.hashes.of(request.prompt)
+    best: tuple[int, Sequence] | None = None
+    for length in hits(hashes, known)[::-1]:
+        for earlier in starts[int(hashes[length])]:
+            if earlier.finished > request.started or len(earlier.prompt) >= len(request.prompt):
+                continue
+            if earlier.sampler.snapshot != request.sampler.snapshot:
+                continue
+            for sequence in earlier.sequences:
+                whole = np.concatenate([earlier.prompt, sequence.tokens])
+                shared = first_difference(request.prompt, whole)
+                if best is None or shared > best[0]:
+                    best = shared, sequence
+        if best:
+            break
+    return (request, best[1], best[0]) if best else None
