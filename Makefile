@@ -8,7 +8,7 @@ DRYRUN := $(BIN)/python $(SKILL)/scripts/dryrun.py
 export OMP_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM := false
 
-.PHONY: demo test test-slow lint format package bench clean
+.PHONY: demo test test-slow mutation lint format package bench clean
 
 demo: $(VENV)/.ready
 	$(DRYRUN) run $(SKILL)/examples/quickstart_sft.py
@@ -19,10 +19,14 @@ test: $(VENV)/.ready-dev
 test-slow: $(VENV)/.ready-dev
 	$(BIN)/python -m pytest -m slow
 
+mutation: $(VENV)/.ready-dev
+	$(BIN)/python tests/mutants/run.py
+
 lint: $(VENV)/.ready-dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/mypy $(SKILL)/scripts/dryrun.py $(SKILL)/scripts/trio_local $(SKILL)/examples scripts
+	$(BIN)/mypy $(SKILL)/scripts/dryrun.py $(SKILL)/scripts/trio_local \
+		$(SKILL)/scripts/audit $(SKILL)/scripts/lint $(SKILL)/examples scripts
 	$(BIN)/python scripts/package.py --check
 
 format: $(VENV)/.ready-dev

@@ -27,7 +27,18 @@ def test_quickstart_learns(tmp_path: Path) -> None:
     assert "TRIO trains language models in the cloud" in answers["tuned"]
     assert "TRIO trains language models" not in answers["base"]
     assert answers["base"]
-    assert "tokens: prefill" in done.stderr
+    assert "audit   clean: 0 errors, 0 warnings" in done.stderr
+
+
+def dryrun(*arguments: str, folder: Path) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, str(DRYRUN), *arguments],
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        timeout=180,
+        check=False,
+    )
 
 
 RESUME = """
@@ -42,27 +53,27 @@ datum = trio.Datum(
 backward, step = training.forward_backward([datum]), training.optim_step(trio.AdamParams())
 backward.result(), step.result()
 path = training.save_state("state").result().path
-service.create_training_client_from_state_with_optimizer(path).forward([datum]).result()
+resume = service.create_training_client_from_state_with_optimizer
 if WITHOUT:
-    service.create_training_client_from_state(path).forward([datum]).result()
+    resume = service.create_training_client_from_state
+training = resume(path)
+backward, step = training.forward_backward([datum]), training.optim_step(trio.AdamParams())
+backward.result(), step.result()
+training.save_state("state").result()
 """
 
 
 @pytest.mark.parametrize("without", [True, False])
-def test_a_lost_optimiser_is_reported(without: bool, tmp_path: Path) -> None:
-    """Resuming weights without their optimiser is allowed, and said at the end of the run."""
+def test_a_lost_optimiser_is_an_error(without: bool, tmp_path: Path) -> None:
+    """Training on from weights without their optimiser is found, and may be accepted."""
     script = tmp_path / "resume.py"
     script.write_text(RESUME.replace("WITHOUT", str(without)), encoding="utf-8")
-    done = subprocess.run(
-        [sys.executable, str(DRYRUN), "run", str(script)],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        timeout=180,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    assert ("was resumed without its optimiser" in done.stderr) is without
+    done = dryrun("run", "--record", "record", str(script), folder=tmp_path)
+    assert done.returncode == (2 if without else 0), done.stderr
+    assert ("A14-optimizer-lost" in done.stderr) is without
+    again = dryrun("audit", "record", "--accept", "A14=a new stage", folder=tmp_path)
+    assert again.returncode == 0, again.stderr
+    assert ("accepted A14-optimizer-lost (a new stage)" in again.stdout) is without
 
 
 @pytest.mark.parametrize(

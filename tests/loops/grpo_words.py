@@ -66,3 +66,4 @@ for step in range(options.steps):
         backward = training.forward_backward(data, loss_fn="importance_sampling")
         update = training.optim_step(trio.AdamParams(learning_rate=options.learning_rate))
         backward.result(), update.result()
+training.save_weights_for_sampler("words").result()

@@ -67,4 +67,5 @@ for step in range(STEPS):
     update = training.optim_step(trio.AdamParams(learning_rate=1e-4))
     backward.result(), update.result()
 after = reverse_kl(rollouts(prompts_of(9999)))
+training.save_weights_for_sampler("words").result()
 print(f"reverse_kl {before:.4f} {after:.4f}")

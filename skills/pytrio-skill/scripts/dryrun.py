@@ -4,6 +4,7 @@
     python dryrun.py check FILE...          look for mistakes in the text, without running it
     python dryrun.py run SCRIPT [-- ARGS]   run the script on a local backend, then audit it
     python dryrun.py audit RECORDING        audit an earlier run again
+    python dryrun.py rules [CODE]           what audit and check look for
     python dryrun.py serve                  keep a backend running for several scripts
     python dryrun.py models                 which local model answers for which name
     python dryrun.py doctor                 is this Python fit for a dry run
@@ -323,14 +324,17 @@ def audit_settings(options: argparse.Namespace) -> tuple[dict[str, str], Any]:
     return accepted, Budget(options.steps, prices)
 
 
-def audit_recording(options: argparse.Namespace, path: Path, out: TextIO) -> bool:
+def audit_recording(
+    options: argparse.Namespace, path: Path, out: TextIO, session: int | None = None
+) -> bool:
     """Audit a recording, print the table, write audit.json beside it; True when it has errors."""
-    from audit.cli import audit, write_json
+    from audit.cli import audit
+    from audit.report import write_json
     from audit.trace import TraceError
 
     accepted, budget = audit_settings(options)
     try:
-        text, result = audit(path, accepted, budget)
+        text, result = audit(path, accepted, budget, session)
     except TraceError as error:
         stop(str(error))
     print(text, file=out, flush=True)
@@ -349,7 +353,8 @@ def audit_again(options: argparse.Namespace) -> int:
         stop(f"missing {', '.join(missing)}; see: {sys.argv[0]} doctor")
     if not options.recording.exists():
         stop(f"no recording at {options.recording}; give the folder that `run` named")
-    return EXIT_FINDINGS if audit_recording(options, options.recording, sys.stdout) else EXIT_OK
+    has_errors = audit_recording(options, options.recording, sys.stdout, options.session)
+    return EXIT_FINDINGS if has_errors else EXIT_OK
 
 
 def check(options: argparse.Namespace) -> int:
@@ -360,6 +365,26 @@ def check(options: argparse.Namespace) -> int:
     from lint.cli import check_files
 
     return check_files(options.files, options.json)
+
+
+def rules(options: argparse.Namespace) -> int:
+    """Print the rules of the audit and of the static check."""
+    problem = installation_problem()
+    if problem:
+        stop(problem)
+    from audit.rules import RULES as AUDIT_RULES
+    from lint.rules import RULES as LINT_RULES
+
+    lines = [
+        f"{rule.name:<26} {rule.severity:<8} {rule.condition}. {rule.fix}"
+        for rule in AUDIT_RULES.values()
+    ]
+    lines += [f"{rule.code:<26} {rule.severity:<8} {rule.meaning}" for rule in LINT_RULES]
+    chosen = [line for line in lines if line.startswith(options.code.upper())]
+    if not chosen:
+        stop(f"no rule {options.code!r}; rules are named such as A05 or C07")
+    print("\n".join(chosen))
+    return EXIT_OK
 
 
 def new_record_folder() -> Path:
@@ -553,12 +578,18 @@ def parser_of_commands() -> argparse.ArgumentParser:
     runner.set_defaults(call=run)
     auditor = commands.add_parser("audit", help="audit the recording of an earlier run")
     auditor.add_argument("recording", type=Path, help="the folder that run named, or its trace")
+    auditor.add_argument(
+        "--session", type=number(1), help="only the N-th session: one script on a `serve` backend"
+    )
     add_audit_options(auditor)
     auditor.set_defaults(call=audit_again)
     checker = commands.add_parser("check", help="look for mistakes in Python files")
     checker.add_argument("files", type=Path, nargs="+", metavar="FILE", help="a Python file")
     checker.add_argument("--json", action="store_true", help="print JSON")
     checker.set_defaults(call=check)
+    rules_parser = commands.add_parser("rules", help="list the rules of audit and check")
+    rules_parser.add_argument("code", nargs="?", default="", help="such as A05 or C07")
+    rules_parser.set_defaults(call=rules)
     server = commands.add_parser("serve", help="keep a backend running")
     add_backend_options(server)
     server.add_argument("--follow-parent", action="store_true", help=argparse.SUPPRESS)

@@ -2,10 +2,11 @@
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from audit.findings import Finding, accept
 from audit.joins import Joined
-from audit.report import Budget, as_json, as_text, limited, verdict_of, write_json
+from audit.report import Budget, as_json, as_text, limited
 from audit.rules import RULES, findings_of
 from audit.trace import read_trace
 
@@ -46,11 +47,14 @@ def with_accepted(findings: list[Finding], accepted: dict[str, str]) -> list[Fin
     return marked
 
 
-def audit(path: Path, accepted: dict[str, str], budget: Budget) -> tuple[str, dict]:
-    """(table, content of audit.json) of a recording. Raises TraceError."""
-    joined = Joined(read_trace(path))
+def audit(
+    path: Path, accepted: dict[str, str], budget: Budget, session: int | None = None
+) -> tuple[str, dict[str, Any]]:
+    """(table, content of audit.json) of a recording or of one of its sessions, counted from 1.
+
+    Raises TraceError.
+    """
+    joined = Joined(read_trace(path, session))
     findings = limited(with_accepted(findings_of(joined), accepted))
     return as_text(joined, findings, budget), as_json(joined, findings, budget)
 
-
-__all__ = ["audit", "parse_accepted", "parse_prices", "verdict_of", "write_json"]

@@ -263,10 +263,16 @@ def records_of(path: Path) -> tuple[list[dict[str, Any]], bool]:
     return records, records[-1]["kind"] == "end"
 
 
-def read_trace(path: Path) -> Trace:
-    """Read `trace.msgpack`, or the one in a folder. Raises TraceError with one line."""
+def read_trace(path: Path, session: int | None = None) -> Trace:
+    """Read `trace.msgpack`, or the one in a folder; raises TraceError with one line.
+
+    `session` is the number, from 1, of the only session to read: a script that uses one
+    ServiceClient makes one.
+    """
     path = path / "trace.msgpack" if path.is_dir() else path
     records, is_complete = records_of(path)
+    if session is not None:
+        records, is_complete = records_of_session(path, records, session)
     trace = Trace(path, records[0], is_complete)
     events: list[dict[str, Any]] = []
     try:
@@ -282,6 +288,23 @@ def read_trace(path: Path) -> Trace:
     for number, request in enumerate(trace.requests, start=1):
         request.number = number
     return trace
+
+
+def records_of_session(
+    path: Path, records: list[dict[str, Any]], number: int
+) -> tuple[list[dict[str, Any]], bool]:
+    """The records of one session, and whether the script closed it."""
+    sessions = [record["session"] for record in records if record["kind"] == "session"]
+    if not 1 <= number <= len(sessions):
+        raise TraceError(f"{path} has {len(sessions)} sessions, there is no number {number}")
+    name = sessions[number - 1]
+    runs = {r["run"] for r in records if r.get("session") == name and "run" in r}
+    chosen = [
+        r
+        for r in records
+        if r["kind"] in ("header", "model") or r.get("session") == name or r.get("run") in runs
+    ]
+    return chosen, any(r["kind"] == "session_closed" for r in chosen)
 
 
 def take_record(trace: Trace, record: dict[str, Any]) -> None:

@@ -223,11 +223,6 @@ def init_run(state: State, run: TrainingRun, event: Event, payload: Any) -> dict
             with_optimizer=run.restore_optimizer,
             history=run.history,
         )
-        if source.type == "TRAINING" and source.step and not run.restore_optimizer:
-            state.recorder.note(
-                f"{run.source_uri} was resumed without its optimiser: Adam started anew; "
-                "create_training_client_from_state_with_optimizer restores it"
-            )
     run.trainer = trainer
     run.status = "RUNNING"
     state.recorder.model(str(run.served.folder), trainer.loaded.chat)
