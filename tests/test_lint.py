@@ -262,6 +262,8 @@ WRONG = [
     ("C22", "clamp alone", "def own(data, logprobs):\n"
      "    ratio = torch.exp(lp - old)\n"
      "    return -(torch.clamp(ratio, 0.8, 1.2) * advantage).mean()"),
+    ("C22", "summed log-ratio", "def own(data, logprobs):\n    log_ratio = (lp - old).sum()\n"
+     "    ratio = torch.exp(log_ratio)\n    return -(ratio * advantage), {}\n"),
     ("C22", "clamp by name", "def own(data, logprobs):\n    ratio = (lp - old).exp()\n"
      "    clipped = ratio.clamp(0.8, 1.2)\n    return -(advantages * clipped).sum(), {}"),
     ("C23", "unknown keyword", "import swanlab\nrun = swanlab.init(project='a', nmae='x')\n"
@@ -399,6 +401,8 @@ RIGHT = [
      "    training.forward_backward(part, loss).result()\ntraining.optim_step(adam).result()"),
     ("C22", "minimum", "def own(data, logprobs):\n    ratio = torch.exp(lp - old)\n"
      "    return -torch.minimum(ratio * adv, torch.clamp(ratio, 0.8, 1.2) * adv).mean(), {}"),
+    ("C22", "mean log-ratio", "def own(data, logprobs):\n    log_ratio = (lp - old).mean()\n"
+     "    ratio = torch.exp(log_ratio)\n    return -(ratio * advantage), {}\n"),
     ("C22", "cispo", "def own(data, logprobs):\n    ratio = torch.exp(lp - old).detach()\n"
      "    return -(torch.clamp(ratio, 0.0, 5.0) * adv * lp).mean(), {}"),
     ("C23", "a right run", "import swanlab\nswanlab.init(project='pytrio-grpo', name='a', "

@@ -49,6 +49,8 @@ WATCH_SECONDS = 0.5  # how soon a dead backend is noticed
 NEEDED_PACKAGES = ("torch", "transformers", "peft", "safetensors", "starlette", "uvicorn")
 # The names in losses.REDUCTIONS, repeated here because that module imports torch.
 REDUCTIONS = ("default", "sum", "samples", "active_tokens", "advantage_tokens")
+# Enough to be seen in a short loop, too little to change what it learns.
+RUN_RESPELL_SHARE = 0.03
 SHOWN_PACKAGES = ("pytrio", *NEEDED_PACKAGES, "swanlab")
 
 
@@ -181,7 +183,7 @@ def backend_arguments(options: argparse.Namespace) -> list[str]:
         "--port", str(options.port), "--store", str(options.store), "--seed", str(options.seed),
         "--reduction", options.reduction, "--device", options.device,
         "--threads", str(options.threads), "--max-batch-size", str(options.max_batch_size),
-        "--max-tokens", str(options.max_tokens),
+        "--max-tokens", str(options.max_tokens), "--respell", str(options.respell),
     ]  # fmt: skip
     for model in options.model:
         arguments += ["--model", model]
@@ -325,7 +327,7 @@ def audit_settings(options: argparse.Namespace) -> tuple[dict[str, str], Any]:
 
 
 def audit_recording(
-    options: argparse.Namespace, path: Path, out: TextIO, session: int | None = None
+    options: argparse.Namespace, path: Path, out: TextIO, sessions: Sequence[int] = ()
 ) -> bool:
     """Audit a recording, print the table, write audit.json beside it; True when it has errors."""
     from audit.cli import audit
@@ -334,7 +336,7 @@ def audit_recording(
 
     accepted, budget = audit_settings(options)
     try:
-        text, result = audit(path, accepted, budget, session)
+        text, result = audit(path, accepted, budget, sessions)
     except TraceError as error:
         stop(str(error))
     print(text, file=out, flush=True)
@@ -431,6 +433,7 @@ def serve(options: argparse.Namespace) -> int:
         store=options.store,
         record=options.record or new_record_folder(),
         reduction=options.reduction,
+        respell=options.respell,
         seed=options.seed,
         device=options.device,
         threads=options.threads,
@@ -525,7 +528,18 @@ def number(lowest: int, highest: int | None = None) -> Callable[[str], int]:
     return parse
 
 
-def add_backend_options(parser: argparse.ArgumentParser) -> None:
+def share(text: str) -> float:
+    """A type of argparse: a number from 0 to 1."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
+    if not 0 <= value <= 1:
+        raise argparse.ArgumentTypeError(f"takes a number from 0 to 1, got {text!r}")
+    return value
+
+
+def add_backend_options(parser: argparse.ArgumentParser, respell: float) -> None:
     add = parser.add_argument
     add("--port", type=number(0, 65535), default=0, help="port on 127.0.0.1 (default: a free one)")
     add(
@@ -542,6 +556,10 @@ def add_backend_options(parser: argparse.ArgumentParser) -> None:
         help="what summed losses are divided by (default: see references/dryrun.md)",
     )  # fmt: skip
     add("--demo", type=Path, metavar="FILE", help="completions to emit, one JSON object a line")
+    add(
+        "--respell", type=share, default=respell, metavar="SHARE",
+        help="completions with one token written as two, as real models do (default: %(default)s)",
+    )  # fmt: skip
     add("--fault", metavar="NAME=VALUE,...", help="faults to inject, such as latency=200ms")
     add("--seed", type=int, default=0, help="seed of unseeded sampling and LoRA (default: 0)")
     add("--device", default="cpu", help="torch device (default: cpu)")
@@ -572,15 +590,16 @@ def parser_of_commands() -> argparse.ArgumentParser:
         usage="dryrun.py run [OPTIONS] SCRIPT [-- ARGS]",
         epilog="everything after -- goes to the script",
     )
-    add_backend_options(runner)
+    add_backend_options(runner, RUN_RESPELL_SHARE)
     add_audit_options(runner)
     runner.add_argument("script", help="the Python file to run")
     runner.set_defaults(call=run)
     auditor = commands.add_parser("audit", help="audit the recording of an earlier run")
     auditor.add_argument("recording", type=Path, help="the folder that run named, or its trace")
     auditor.add_argument(
-        "--session", type=number(1), help="only the N-th session: one script on a `serve` backend"
-    )
+        "--session", type=number(1), action="append", default=[], metavar="N",
+        help="only the N-th session: a script opens one with each ServiceClient; may be repeated",
+    )  # fmt: skip
     add_audit_options(auditor)
     auditor.set_defaults(call=audit_again)
     checker = commands.add_parser("check", help="look for mistakes in Python files")
@@ -591,7 +610,7 @@ def parser_of_commands() -> argparse.ArgumentParser:
     rules_parser.add_argument("code", nargs="?", default="", help="such as A05 or C07")
     rules_parser.set_defaults(call=rules)
     server = commands.add_parser("serve", help="keep a backend running")
-    add_backend_options(server)
+    add_backend_options(server, 0.0)
     server.add_argument("--follow-parent", action="store_true", help=argparse.SUPPRESS)
     server.set_defaults(call=serve)
     commands.add_parser("models", help="list the local models").set_defaults(call=models)

@@ -1,6 +1,6 @@
 """The audit of one recording, from its file to the table, `audit.json` and a verdict."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -48,13 +48,12 @@ def with_accepted(findings: list[Finding], accepted: dict[str, str]) -> list[Fin
 
 
 def audit(
-    path: Path, accepted: dict[str, str], budget: Budget, session: int | None = None
+    path: Path, accepted: dict[str, str], budget: Budget, sessions: Collection[int] = ()
 ) -> tuple[str, dict[str, Any]]:
-    """(table, content of audit.json) of a recording or of one of its sessions, counted from 1.
+    """(table, content of audit.json) of a recording or of some of its sessions, counted from 1.
 
     Raises TraceError.
     """
-    joined = Joined(read_trace(path, session))
+    joined = Joined(read_trace(path, sessions))
     findings = limited(with_accepted(findings_of(joined), accepted))
     return as_text(joined, findings, budget), as_json(joined, findings, budget)
-

@@ -272,9 +272,36 @@ class Joined:
         return [r for r in self.trace.requests if r.number in numbers]
 
     @cached_property
+    def training_samplers(self) -> set[str]:
+        """Sampling clients whose completions were trained on; when nothing was trained at all,
+        those that sampled from a training run."""
+        chosen = {request.sampler.id for request in self.training_requests}
+        if not chosen and not any(call.is_backward for call in self.trace.calls):
+            chosen = {s.id for s in self.trace.samplers.values() if s.training_run}
+        return chosen
+
+    @cached_property
+    def rollouts(self) -> list[Sequence]:
+        """Completions, not greedy, of the sampling clients that training used."""
+        return [
+            s
+            for s in self.sequences
+            if s.request.sampler.id in self.training_samplers
+            and not s.request.is_score
+            and s.request.params.get("temperature", 1.0) != 0
+        ]
+
+    @cached_property
+    def has_unmatched_data(self) -> bool:
+        """Whether some policy data could not be traced to a completion."""
+        return any(
+            not self.match(datum).is_sampled for call in self.policy_calls for datum in call.data
+        )
+
+    @cached_property
     def groups(self) -> list[Group]:
         """First turns sampled together, of all samplers whose completions were trained on."""
-        samplers = {request.sampler.id for request in self.training_requests}
+        samplers = self.training_samplers
         grouped: dict[tuple, list[int]] = defaultdict(list)
         for index, sequence in enumerate(self.sequences):
             request = sequence.request

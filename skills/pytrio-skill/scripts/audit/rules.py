@@ -167,6 +167,12 @@ RULES: dict[str, Rule] = {
         ),
         *(_rule(f"A04-{name}", *rest) for name, *rest in _SUPERVISED),
         _rule(
+            "A04-no-template",
+            "warning",
+            "supervised data have no chat turns, sampling prompts have",
+            "Render the data with the model's chat template, as the questions are.",
+        ),
+        _rule(
             "A05-stale",
             "error",
             "one sampling client serves several optimiser steps",
@@ -178,6 +184,12 @@ RULES: dict[str, Rule] = {
             "error",
             "training completions come from weights that are not the run's",
             "Sample from training.save_weights_and_get_sampling_client().",
+        ),
+        _rule(
+            "A05-old-completions",
+            "warning",
+            "supervised data are completions of weights that are several steps old",
+            "Sample from the present weights, or accept the rule when old completions are meant.",
         ),
         _rule(
             "A05-lag",
@@ -410,6 +422,13 @@ RULES: dict[str, Rule] = {
         ),
         *(_rule(f"A16-{name}", *rest) for name, *rest in _SUPERVISED),
         _rule(
+            "A16-group-sum",
+            "warning",
+            "gradients of a custom policy loss do not cancel over a group on fresh data",
+            "On data sampled by the present weights every ratio is 1: check the order of old "
+            "log-probabilities and advantages in the closure.",
+        ),
+        _rule(
             "A16-zero-gradient",
             "error",
             "a custom loss has no gradient",
@@ -444,6 +463,12 @@ RULES: dict[str, Rule] = {
             "error",
             "advantages use the teacher's log-probability of a neighbouring token",
             "compute_logprobs(ids)[i] belongs to ids[i]: the completion begins at len(prompt).",
+        ),
+        _rule(
+            "A17-unrelated",
+            "error",
+            "advantages have nothing to do with the teacher's scores at their positions",
+            "Cut the scores at the length of the prompt that was scored, not of the student's.",
         ),
         _rule(
             "A17-sign",
@@ -494,14 +519,17 @@ RULES: dict[str, Rule] = {
 CHECKS: tuple[Callable[[Joined], Iterator[Hit]], ...] = (
     rules_tokens.check_alignment,
     rules_tokens.check_supervised,
+    rules_tokens.check_template,
     rules_tokens.check_preference_tokens,
     rules_tokens.check_sampled,
     rules_tokens.check_placeholders,
     rules_rollouts.check_lag,
+    rules_rollouts.check_old_completions,
     rules_rollouts.check_ratio,
     rules_rollouts.check_parameters,
     rules_rollouts.check_seeds,
     rules_rollouts.check_groups,
+    rules_rollouts.check_custom_groups,
     rules_rollouts.check_truncation,
     rules_rollouts.check_turns,
     rules_loop.check_gradients,

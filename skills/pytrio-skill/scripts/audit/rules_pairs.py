@@ -20,7 +20,7 @@ from audit.trace import Call, Datum, Request, Sequence
 
 SAME_SIZE = 0.02
 LARGE_WEIGHT, SMALL_WEIGHT = 20.0, 1e-9
-CLEAR_CORRELATION = 0.98
+CLEAR_CORRELATION, UNRELATED = 0.98, 0.3
 ENOUGH_TOKENS = 24
 
 
@@ -353,5 +353,12 @@ def advantage_hits(
             "A17-shifted",
             f"advantages follow the teacher's log-probabilities one position {direction} "
             f"(correlation {correlations[best]:.3f}, at the right position {straight:.3f})",
+            places,
+        )
+    elif abs(straight) < UNRELATED:
+        yield Hit(
+            "A17-unrelated",
+            "the teacher scored the sampled ids, yet the advantages do not follow teacher - "
+            f"student (correlation {straight:.2f})",
             places,
         )

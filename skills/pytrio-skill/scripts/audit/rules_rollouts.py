@@ -13,6 +13,8 @@ from audit.trace import Request, Sequence
 RATIO_WARNING, RATIO_ERROR = 0.02, 0.1
 TRUNCATED_SHARE = 0.3
 DEGENERATE_SHARE = 0.9
+# A KL term, or a clip at the edge, moves the sums of a custom loss a little.
+CUSTOM_TOLERANCE = 0.1
 # Identical completions less likely than exp(-20) by chance are no chance.
 IMPROBABLE = -20.0
 
@@ -76,6 +78,28 @@ def check_lag(joined: Joined) -> Iterator[Hit]:
             "A05-lag",
             f"completions were sampled by weights one optimiser step old ({histogram})",
             (place,),
+        )
+
+
+def check_old_completions(joined: Joined) -> Iterator[Hit]:
+    """Supervised training on own samples (best of n) that are asked for from old weights."""
+    lags: dict[int, int] = {}
+    asked_at: set[int] = set()
+    for call in joined.supervised_calls:
+        for datum in call.data:
+            for index in joined.match(datum).turns:
+                request = joined.sequences[index].request
+                if request.params.get("temperature", 1.0) == 0:
+                    continue
+                now = joined.steps_finished(call.run, request.started)
+                known = request.sampler.step if request.sampler.training_run == call.run else 0
+                lags[request.number] = now - known
+                asked_at.add(now)
+    if lags and max(lags.values()) >= 2 and len(asked_at) > 1:
+        yield Hit(
+            "A05-old-completions",
+            f"training completions were asked for at {len(asked_at)} different optimiser steps, "
+            f"from weights up to {max(lags.values())} steps old",
         )
 
 
@@ -223,6 +247,34 @@ def check_groups(joined: Joined) -> Iterator[Hit]:
         )
 
 
+def check_custom_groups(joined: Joined) -> Iterator[Hit]:
+    """On fresh data a custom policy loss has ratio 1, so its gradients cancel over a group as
+    advantages do, per token or per completion."""
+    bad: list[Group] = []
+    tested = 0
+    for group in joined.groups:
+        calls = {joined.trained[m][0].call for m in group.members if m in joined.trained}
+        fresh = all(
+            c.kind == "custom"
+            and c.steps_before == joined.sequences[group.members[0]].request.sampler.step
+            for c in calls
+        )
+        complete = len(group.advantages) == len(group.members) > 1
+        if not calls or not fresh or not complete or group.is_degenerate:
+            continue
+        tested += 1
+        if min(group.advantages.values()) < 0 and not sums_to_zero(joined, group, CUSTOM_TOLERANCE):
+            bad.append(group)
+    if tested and len(bad) > tested / 2:
+        values = ", ".join(f"{bad[0].advantages[m]:.3g}" for m in bad[0].members[:8])
+        yield Hit(
+            "A16-group-sum",
+            f"in {len(bad)} of {tested} groups the gradients of the custom loss do not cancel "
+            f"(one group, mean per token: {values})",
+            (request_place(joined, joined.sequences[bad[0].members[0]].request),),
+        )
+
+
 def trained_around(joined: Joined, group: Group) -> bool:
     """A group of a sampler that also sampled trained completions: its own were dropped."""
     sampler = joined.sequences[group.members[0]].request.sampler.id
@@ -243,7 +295,13 @@ def advantages_are_constant(joined: Joined) -> bool:
 def group_sum_hits(joined: Joined, groups: list[Group]) -> Iterator[Hit]:
     """Advantages against the mean of a group add up to zero over the group."""
     live = [g for g in groups if not g.is_degenerate]
-    bad = [g for g in live if not sums_to_zero(joined, g)]
+    bad = [
+        g
+        for g in live
+        if not sums_to_zero(joined, g)
+        # A member may be missing only because its datum was not recognised, which A02 says.
+        and not (joined.has_unmatched_data and len(g.advantages) < len(g.members))
+    ]
     if not bad:
         return
     example = max(bad, key=lambda g: len(g.advantages))
@@ -285,13 +343,14 @@ def group_sum_hits(joined: Joined, groups: list[Group]) -> Iterator[Hit]:
         )
 
 
-def sums_to_zero(joined: Joined, group: Group) -> bool:
+def sums_to_zero(joined: Joined, group: Group, tolerance: float = 0.01) -> bool:
     """Whether the group's advantages add up to zero, per completion or per token."""
     values = np.array([group.advantages.get(m, 0.0) for m in group.members])
     lengths = np.array([len(joined.sequences[m].tokens) for m in group.members])
     scale = float(np.abs(values).max())
-    by_completion = abs(float(values.sum())) <= 0.01 * scale
-    by_token = abs(float((values * lengths).sum())) <= 0.01 * float(np.abs(values * lengths).max())
+    products = values * lengths
+    by_completion = abs(float(values.sum())) <= tolerance * scale
+    by_token = abs(float(products.sum())) <= tolerance * float(np.abs(products).max())
     return by_completion or by_token
 
 
@@ -335,9 +394,7 @@ def batch_sums_are_zero(groups: list[Group]) -> bool:
 
 def check_truncation(joined: Joined) -> Iterator[Hit]:
     """Share of training completions that ended at max_tokens, in the first third of the run."""
-    trained = {r.number for r in joined.training_requests}
-    sampled = [s for s in joined.sequences if s.request.number in trained]
-    sampled = sampled[: max(1, len(sampled) // 3)] if sampled else []
+    sampled = joined.rollouts[: max(1, len(joined.rollouts) // 3)]
     cut = [s for s in sampled if s.stop_reason == "length"]
     if len(sampled) >= 8 and len(cut) / len(sampled) > TRUNCATED_SHARE:
         limit = cut[0].request.params.get("max_tokens")
@@ -354,7 +411,7 @@ def check_truncation(joined: Joined) -> Iterator[Hit]:
 
 def check_turns(joined: Joined) -> Iterator[Hit]:
     """Later prompts that do not go on exactly where a completion ended."""
-    if not joined.training_requests:
+    if not joined.training_samplers:
         return
     starts: dict[int, list[Request]] = defaultdict(list)
     for request in joined.trace.requests:

@@ -137,7 +137,7 @@ SUPERVISED_SENTENCES = {
     "prompt": "{data} of {total} train tokens outside the assistant's turns",
     "header": "{data} of {total} train the opening of the assistant's turn, which is part of the "
     "prompt",
-    "think": "{data} of {total} train the empty think block that the generation prompt supplies",
+    "think": "{data} of {total} train the end of the generation prompt (its empty think block)",
     "end": "in {data} of {total} an assistant's turn ends without a trained end token: {detail}",
     "after": "{data} of {total} train text after the end of a turn",
     "first": "in {data} of {total} the first token of the answer has no weight although all others "
@@ -147,6 +147,27 @@ SUPERVISED_SENTENCES = {
 
 def check_supervised(joined: Joined) -> Iterator[Hit]:
     yield from supervised_hits(joined, joined.supervised_calls, "A04")
+
+
+def check_template(joined: Joined) -> Iterator[Hit]:
+    """Supervised data without a single chat turn, in a script that asks in chat turns."""
+    data = [d for call in joined.supervised_calls for d in call.data if not d.has_images]
+    asked = [r for r in joined.trace.requests if not r.is_score]
+    if not data or not asked:
+        return
+    chat = joined.trace.chat_of_run(data[0].call.run)
+    if chat is None or not chat.header:
+        return
+    if any(find_all(datum.tokens, chat.header) for datum in data):
+        return
+    in_turns = [r for r in asked if find_all(r.prompt, chat.header)]
+    if len(in_turns) > len(asked) / 2:
+        yield Hit(
+            "A04-no-template",
+            f"none of {plural(len(data), 'datum')} has an assistant's turn, {len(in_turns)} of "
+            f"{len(asked)} sampling prompts have",
+            (target_place(data[0].call, data[0], 0, joined.decoder(data[0].call)),),
+        )
 
 
 def check_preference_tokens(joined: Joined) -> Iterator[Hit]:
@@ -199,11 +220,11 @@ def look_at_turns(
             seen.append(("after", place(stop), ""))
             outside[stop] = False
         outside[start:stop] = False
-        header = start + len(chat.header)
-        if trained[start:header].any():
-            seen.append(("header", place(start), ""))
-        elif trained[header:content].any() and is_empty_think(tokens[header:content], decoder):
-            seen.append(("think", place(header, content - header), ""))
+        if trained[start:content].any():
+            first = start + int(np.flatnonzero(trained[start:content])[0])
+            name = part_of_opening(decoder.text(tokens[first:content]))
+            if name:
+                seen.append((name, place(first, content - first), ""))
         inside = trained[content:stop]
         if not inside.any():
             continue
@@ -213,6 +234,9 @@ def look_at_turns(
             seen.append(("end", place(stop - 1), "the sequence breaks off before it"))
         elif not inside[-1]:
             seen.append(("end", place(stop - 1), "its weight is 0"))
+        elif chat.closing and tokens[stop - 1] != chat.closing[0]:
+            wanted = decoder.text(chat.closing[:1])
+            seen.append(("end", place(stop - 1), f"the template ends it with {wanted}"))
     if outside.any():
         seen = [("prompt", place(int(np.flatnonzero(outside)[0])), "")]
     for name in dict.fromkeys(name for name, _, _ in seen):
@@ -220,11 +244,15 @@ def look_at_turns(
         gathered.add(name, where, detail)
 
 
-def is_empty_think(ids: np.ndarray, decoder: Decoder) -> bool:
-    """Whether these tokens are a think block without a thought."""
-    text = decoder.text(ids)
-    opened, _, closed = text.partition("<think>")
-    return opened == "" and closed.replace("</think>", "").strip() == "" and "</think>" in closed
+def part_of_opening(text: str) -> str:
+    """Which rule a trained end of a generation prompt breaks: `header`, `think` or none.
+
+    Thinking data are trained from `<think>` on where the model writes it itself.
+    """
+    if text.replace("<think>", "").replace("</think>", "").strip():
+        return "header"
+    is_thought = text.startswith("<think>") and "</think>" not in text
+    return "" if is_thought else "think"
 
 
 # -- A01 and A02: policy data against what was sampled ---------------------------------------------

@@ -4,6 +4,7 @@ All arrays of one datum have the same length and speak of targets: entry t is ab
 follows `inputs[: t + 1]`. A call with `auto_shift` is brought into that form.
 """
 
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -26,24 +27,24 @@ class Chat:
 
     folder: str
     generation_prompts: list[list[int]]
+    opening: list[int]
     closing: list[int]
     end_ids: list[int]
 
     @property
     def header(self) -> list[int]:
-        """What all generation prompts begin with: the opening of an assistant's turn."""
+        """What every assistant's turn begins with, earlier ones (without thinking) included."""
+        openings = [*self.generation_prompts, *([self.opening] if self.opening else [])]
         if not self.generation_prompts:
             return []
-        shortest = min(self.generation_prompts, key=len)
+        shortest = min(openings, key=len)
         length = 0
-        while length < len(shortest) and all(
-            ids[length] == shortest[length] for ids in self.generation_prompts
-        ):
+        while length < len(shortest) and all(ids[length] == shortest[length] for ids in openings):
             length += 1
         return shortest[:length]
 
 
-@dataclass
+@dataclass(eq=False)
 class Datum:
     """One training sample as the server saw it."""
 
@@ -81,7 +82,7 @@ class Datum:
         return self.inputs
 
 
-@dataclass
+@dataclass(eq=False)
 class Call:
     """One logical call of the loop, put together again from the events the SDK split it into.
 
@@ -104,7 +105,7 @@ class Call:
     auto_shift: bool = False
 
 
-@dataclass
+@dataclass(eq=False)
 class Step:
     """One optimiser step; `calls` are the backward calls since the one before."""
 
@@ -165,7 +166,7 @@ class Sampler:
     time: float
 
 
-@dataclass
+@dataclass(eq=False)
 class Request:
     """One sampling request; `prompt_logprobs` are of `prompt[1:]`."""
 
@@ -185,7 +186,7 @@ class Request:
         return self.prompt_logprobs is not None and self.params.get("max_tokens") == 1
 
 
-@dataclass
+@dataclass(eq=False)
 class Sequence:
     """One sampled completion."""
 
@@ -263,16 +264,16 @@ def records_of(path: Path) -> tuple[list[dict[str, Any]], bool]:
     return records, records[-1]["kind"] == "end"
 
 
-def read_trace(path: Path, session: int | None = None) -> Trace:
+def read_trace(path: Path, sessions: Collection[int] = ()) -> Trace:
     """Read `trace.msgpack`, or the one in a folder; raises TraceError with one line.
 
-    `session` is the number, from 1, of the only session to read: a script that uses one
-    ServiceClient makes one.
+    `sessions` are the numbers, from 1, of the only sessions to read: a script opens one with every
+    ServiceClient. None are all.
     """
     path = path / "trace.msgpack" if path.is_dir() else path
     records, is_complete = records_of(path)
-    if session is not None:
-        records, is_complete = records_of_session(path, records, session)
+    if sessions:
+        records, is_complete = records_of_sessions(path, records, sessions)
     trace = Trace(path, records[0], is_complete)
     events: list[dict[str, Any]] = []
     try:
@@ -290,21 +291,22 @@ def read_trace(path: Path, session: int | None = None) -> Trace:
     return trace
 
 
-def records_of_session(
-    path: Path, records: list[dict[str, Any]], number: int
+def records_of_sessions(
+    path: Path, records: list[dict[str, Any]], numbers: Collection[int]
 ) -> tuple[list[dict[str, Any]], bool]:
-    """The records of one session, and whether the script closed it."""
-    sessions = [record["session"] for record in records if record["kind"] == "session"]
-    if not 1 <= number <= len(sessions):
-        raise TraceError(f"{path} has {len(sessions)} sessions, there is no number {number}")
-    name = sessions[number - 1]
-    runs = {r["run"] for r in records if r.get("session") == name and "run" in r}
+    """The records of some sessions, and whether the script closed them."""
+    known = [record["session"] for record in records if record["kind"] == "session"]
+    for number in numbers:
+        if not 1 <= number <= len(known):
+            raise TraceError(f"{path} has {len(known)} sessions, there is no number {number}")
+    names = {known[number - 1] for number in numbers}
+    runs = {r["run"] for r in records if r.get("session") in names and "run" in r}
     chosen = [
         r
         for r in records
-        if r["kind"] in ("header", "model") or r.get("session") == name or r.get("run") in runs
+        if r["kind"] in ("header", "model") or r.get("session") in names or r.get("run") in runs
     ]
-    return chosen, any(r["kind"] == "session_closed" for r in chosen)
+    return chosen, sum(r["kind"] == "session_closed" for r in chosen) == len(names)
 
 
 def take_record(trace: Trace, record: dict[str, Any]) -> None:
@@ -312,7 +314,11 @@ def take_record(trace: Trace, record: dict[str, Any]) -> None:
     kind = record["kind"]
     if kind == "model":
         trace.chats[record["folder"]] = Chat(
-            record["folder"], record["generation_prompts"], record["closing"], record["end_ids"]
+            record["folder"],
+            record["generation_prompts"],
+            record["opening"],
+            record["closing"],
+            record["end_ids"],
         )
     elif kind == "training_run":
         trace.runs[record["run"]] = TrainingRun(

@@ -682,7 +682,17 @@ def decides_between(code: Code, wait: ast.AST, step: ast.Call) -> bool:
     return False
 
 
+# Words in names of log-probabilities.
+LOGPROB_WORDS = {"lp", "logp", "logprob", "logprobs", "old", "q", "answer", "log", "ratio"}
+
+
 # -- C22: clipping ---------------------------------------------------------------------------------
+
+
+def wrong_ratios(code: Code) -> Iterator[Hit]:
+    """C22: ratios of hand-written losses."""
+    yield from one_sided_clips(code)
+    yield from summed_ratios(code)
 
 
 def one_sided_clips(code: Code) -> Iterator[Hit]:
@@ -706,6 +716,43 @@ def one_sided_clips(code: Code) -> Iterator[Hit]:
                 "wrong way beyond the clip get no gradient back",
                 "take torch.minimum(ratio * advantage, clipped * advantage), or the built-in ppo",
             )
+
+
+def summed_ratios(code: Code) -> Iterator[Hit]:
+    """C22: a sequence ratio as the exponential of a sum of log-ratios."""
+    for node in code.nodes:
+        if not (isinstance(node, ast.Call) and last_name(node.func) == "exp" and node.args):
+            continue
+        summed = sum_of_difference(code, node.args[0], 0)
+        if summed is not None:
+            yield Hit(
+                summed,
+                "a sequence's log-ratio is summed over its tokens: the ratio explodes with length",
+                "take the mean over the tokens (GSPO's geometric mean)",
+                "warning",
+            )
+
+
+def sum_of_difference(code: Code, node: ast.expr, depth: int) -> ast.Call | None:
+    """The `(a - b).sum()` that a value is, looked up through names."""
+    if isinstance(node, ast.Name) and depth < 3:
+        bindings = code.bindings(node)
+        if len(bindings) == 1 and bindings[0].how == "value" and not bindings[0].path:
+            value = bindings[0].node
+            if isinstance(value, ast.expr):
+                return sum_of_difference(code, value, depth + 1)
+        return None
+    if not isinstance(node, ast.Call) or last_name(node.func) != "sum":
+        return None
+    inner = node.func.value if isinstance(node.func, ast.Attribute) else None
+    is_function = inner is not None and last_name(inner) in ("torch", "np")
+    operand = node.args[0] if node.args and is_function else inner
+    if isinstance(operand, ast.Name):
+        bindings = code.bindings(operand)
+        operand = bindings[0].node if len(bindings) == 1 else operand  # type: ignore[assignment]
+    is_difference = isinstance(operand, ast.BinOp) and isinstance(operand.op, ast.Sub)
+    names = words_in(operand) if operand is not None else set()
+    return node if is_difference and names & LOGPROB_WORDS else None
 
 
 def is_clipped_ratio(code: Code, node: ast.expr) -> bool:

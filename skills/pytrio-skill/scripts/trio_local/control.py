@@ -252,7 +252,7 @@ async def create_training_run(request: Request) -> Response:
     run = TrainingRun(
         cuid=new_cuid("train"),
         session=session.cuid,
-        index=len(state.training_runs) + 1,
+        index=len(session.training_runs) + 1,
         served=served,
         lora=lora,
         source_uri=body.source_checkpoint_uri,
@@ -411,7 +411,7 @@ async def create_sampling_run(request: Request) -> Response:
     run = SamplingRun(
         cuid=new_cuid("samp"),
         session=session.cuid,
-        index=len(state.sampling_runs) + 1,
+        index=len(session.sampling_runs) + 1,
         served=served,
         checkpoint=checkpoint,
         created=now(),

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 from trio_local.catalogue import ServedModel
 from trio_local.demos import Demos
 from trio_local.protocol import DEFECT_STATUS, ApiError
+from trio_local.spelling import Spelling
 
 if TYPE_CHECKING:
     from trio_local.loading import LoadedModel
@@ -35,8 +36,17 @@ SNAPSHOTS_KEPT = 4
 class Engine:
     """Owns the models and runs every computation on one thread."""
 
-    def __init__(self, device: str, reduction: str, seed: int, threads: int, demos: Demos) -> None:
+    def __init__(
+        self,
+        device: str,
+        reduction: str,
+        seed: int,
+        threads: int,
+        demos: Demos,
+        spelling: Spelling,
+    ) -> None:
         self.demos = demos
+        self.spelling = spelling
         self.device = device
         self.reduction = reduction
         self.seed = seed
@@ -121,7 +131,7 @@ class Engine:
         if snapshot not in self._batches:
             loaded = self.model(served)
             model = loaded.model if adapter is None else loaded.merged(*adapter)
-            self._batches[snapshot] = Batch(loaded, model, self.demos)
+            self._batches[snapshot] = Batch(loaded, model, self.demos, self.spelling)
             idle = [
                 name
                 for name, batch in self._batches.items()

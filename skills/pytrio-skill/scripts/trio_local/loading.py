@@ -73,7 +73,8 @@ class LoadedModel:
 
     def _chat(self) -> dict[str, Any]:
         """How the template frames a turn, for the audit: ids of the generation prompts (thinking
-        on and off) and of what follows an answer, and all ids that end a turn.
+        on and off), of what opens an earlier answer and what follows one, and all ids that end a
+        turn.
 
         A tokenizer without a template gives empty lists.
         """
@@ -90,6 +91,7 @@ class LoadedModel:
             )
 
         prompts: list[list[int]] = []
+        opening: list[int] = []
         closing: list[int] = []
         try:
             bare = render([question], False, False)
@@ -98,13 +100,18 @@ class LoadedModel:
                 if opened.startswith(bare):
                     ids = self.tokenizer.encode(opened[len(bare) :], add_special_tokens=False)
                     prompts += [ids] if ids and ids not in prompts else []
-            answered = render([question, {"role": "assistant", "content": "yy"}], False, False)
-            after = answered.rpartition("yy")[2]
+            answer = {"role": "assistant", "content": "yy"}
+            after = render([question, answer], False, False).rpartition("yy")[2]
             closing = self.tokenizer.encode(after, add_special_tokens=False)
+            history = render([question, answer, question], False, False)
+            if history.startswith(bare):
+                before = history[len(bare) :].partition("yy")[0]
+                opening = self.tokenizer.encode(before, add_special_tokens=False)
         except Exception:  # noqa: BLE001 - a template may raise anything; then it says nothing
             pass
         return {
             "generation_prompts": prompts,
+            "opening": opening,
             "closing": closing,
             "end_ids": sorted({*self.end_ids, *closing[:1]}),
         }

@@ -21,6 +21,7 @@ from trio_local.decoder import step_for
 from trio_local.demos import Demos
 from trio_local.loading import LoadedModel, Model
 from trio_local.protocol import ApiError
+from trio_local.spelling import Spelling
 
 # A prefill call stops growing at this many padded prompt tokens: only memory depends on it.
 MAX_PREFILL_TOKENS = 16 * 1024
@@ -151,11 +152,14 @@ class SampleResult:
 @dataclass
 class Sequence:
     """One sequence being generated; `uniforms` drive its choices, one per token, except where a
-    demonstration has `forced` them."""
+    demonstration has `forced` them or a token of index `respell_from` or later is `pending` as two
+    pieces."""
 
     job: SampleJob
     uniforms: np.ndarray
     forced: list[int] = field(default_factory=list)
+    respell_from: int | None = None
+    pending: list[int] = field(default_factory=list)
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     stop_reason: str = ""
@@ -251,9 +255,10 @@ class SlotCache(Cache):
 class Batch:
     """The running batch of one snapshot: `model` has the adapter merged in."""
 
-    def __init__(self, loaded: LoadedModel, model: Model, demos: Demos) -> None:
+    def __init__(self, loaded: LoadedModel, model: Model, demos: Demos, spelling: Spelling) -> None:
         self.loaded = loaded
         self.demos = demos
+        self.spelling = spelling
         self.model = model
         self.decode = step_for(model, loaded.cache_argument)
         self.cache = SlotCache()
@@ -296,7 +301,9 @@ class Batch:
             for job in jobs:
                 for index, forced in enumerate(self._forced(job)):
                     uniforms = uniforms_for(job.stream_seed, index, job.spec.max_tokens)
-                    sequences.append(Sequence(job, uniforms, forced))
+                    is_greedy = job.spec.temperature == 0
+                    start = None if is_greedy else self.spelling.start(job.stream_seed, index)
+                    sequences.append(Sequence(job, uniforms, forced, start))
                     rows.append(row)
                 job.result.sequences = sequences[-job.num_samples :]
                 job.unfinished = job.num_samples
@@ -360,8 +367,12 @@ class Batch:
         chosen = pick(logits.float(), logprobs, rows)
         tokens = chosen.tolist()
         for row, sequence in enumerate(rows):
-            if len(sequence.tokens) < len(sequence.forced):
+            if sequence.pending:
+                tokens[row] = sequence.pending.pop()
+            elif len(sequence.tokens) < len(sequence.forced):
                 tokens[row] = sequence.forced[len(sequence.tokens)]
+            elif sequence.respell_from is not None:
+                tokens[row] = self._respelled(sequence, tokens[row])
         chosen = torch.tensor(tokens, device=logits.device)
         scores = logprobs.gather(1, chosen[:, None])[:, 0].tolist()
         self.next_tokens.extend(tokens)
@@ -380,6 +391,18 @@ class Batch:
             sequence.job.unfinished -= 1
             if not sequence.job.unfinished:
                 sequence.job.finish(sequence.job.result)
+
+    def _respelled(self, sequence: Sequence, token: int) -> int:
+        """The first piece of a token's second spelling, with the other pending; or the token."""
+        assert sequence.respell_from is not None
+        if len(sequence.tokens) < sequence.respell_from:
+            return token
+        pieces = self.spelling.pieces(self.loaded.tokenizer, token)
+        if not pieces:
+            return token
+        sequence.respell_from = None
+        sequence.pending = pieces[1:]
+        return pieces[0]
 
     def _has_ended(self, sequence: Sequence, token: int) -> bool:
         spec, tokenizer = sequence.job.spec, self.loaded.tokenizer

@@ -30,6 +30,7 @@ class ServerOptions:
     faults: dict[str, object] = field(default_factory=dict)
     models: dict[str, str] = field(default_factory=dict)
     demos: Demos = field(default_factory=Demos)
+    respell: float = 0.0
     seed: int = 0
     device: str = "cpu"
     threads: int = 1
@@ -89,13 +90,21 @@ def serve(options: ServerOptions, on_ready: Callable[[str], None], follow_parent
     from trio_local.engine import Engine
     from trio_local.faults import Faults
     from trio_local.recording import Recorder
+    from trio_local.spelling import Spelling
     from trio_local.state import Limits, State
     from trio_local.store import CheckpointStore
 
     sdk_version = installed_sdk_version() or ""
     # Before the compute thread starts: both may import transformers, which two threads cannot.
     catalogue = Catalogue(options.models)
-    engine = Engine(options.device, options.reduction, options.seed, options.threads, options.demos)
+    engine = Engine(
+        options.device,
+        options.reduction,
+        options.seed,
+        options.threads,
+        options.demos,
+        Spelling(options.respell),
+    )
     engine.start()
     recorder = Recorder(
         options.record,
