@@ -8,7 +8,7 @@ from audit.findings import Finding, accept
 from audit.joins import Joined
 from audit.report import Budget, as_json, as_text, limited
 from audit.rules import RULES, findings_of
-from audit.trace import read_trace
+from audit.trace import TraceError, read_trace
 
 CODES = {rule.code for rule in RULES.values()}
 
@@ -54,6 +54,13 @@ def audit(
 
     Raises TraceError.
     """
-    joined = Joined(read_trace(path, sessions))
-    findings = limited(with_accepted(findings_of(joined), accepted))
-    return as_text(joined, findings, budget), as_json(joined, findings, budget)
+    trace = read_trace(path, sessions)
+    try:
+        joined = Joined(trace)
+        findings = limited(with_accepted(findings_of(joined), accepted))
+        return as_text(joined, findings, budget), as_json(joined, findings, budget)
+    except Exception as error:  # noqa: BLE001 - a user gets a line, whatever a damaged file holds
+        raise TraceError(
+            f"{trace.path} cannot be audited ({type(error).__name__}: {error}): it is damaged, or "
+            "this is a defect of the audit"
+        ) from error

@@ -122,12 +122,19 @@ class Decoder:
             return " ".join(map(str, known))
         return self._tokenizer.decode(known, skip_special_tokens=False)
 
+    def bare_text(self, ids: np.ndarray) -> str:
+        """Text without what a tokenizer's decode may drop or keep at the end."""
+        text = self.text(ids)
+        for end in ("<|im_end|>", "<|endoftext|>"):
+            text = text.replace(end, "")
+        return text.strip()
+
     def around(self, ids: np.ndarray, index: int, length: int = 1) -> str:
         """The tokens `index` to `index + length` between marks, with some before and after."""
         before = self.text(ids[max(0, index - TOKENS_AROUND) : index])
         marked = self.text(ids[index : index + length])
         after = self.text(ids[index + length : index + length + TOKENS_AROUND])
-        return f"{before}>>{marked}<<{after}".replace("\n", "\\n")
+        return printable(f"{before}>>{marked}<<{after}")
 
 
 @dataclass
@@ -152,6 +159,11 @@ def target_place(
         position=int(position),
         text=decoder.around(sequence, int(position) + 1, length),
     )
+
+
+def printable(text: str) -> str:
+    """Text on one line, without characters that a terminal would act on."""
+    return "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
 
 
 def plural(count: int, what: str) -> str:

@@ -86,8 +86,14 @@ class Joined:
         self._end_of_prompt: dict[int, np.ndarray] = {}
         self._index_sequences()
         # Per sequence, the one its prompt goes on from; -1 for a first turn.
-        self.parents = [p for r in trace.requests for p in [self._parent(r)] * len(r.sequences)]
+        self.parent_of = {r.number: self._parent(r) for r in trace.requests}
+        self.parents = [self.parent_of[s.request.number] for s in self.sequences]
+        self.first_answer: dict[str, float] = {}
+        for request in trace.requests:
+            earlier = self.first_answer.get(request.sampler.id, request.finished)
+            self.first_answer[request.sampler.id] = min(earlier, request.finished)
         self.used: set[int] = set()
+        self._texts: dict[bytes, str] = {}
         self.matches: dict[tuple[int, int], Match] = {}
         for call in trace.calls:
             if call.is_backward:
@@ -127,12 +133,24 @@ class Joined:
         return -1
 
     def root(self, index: int) -> int:
-        """The first turn of the conversation that a sequence belongs to."""
+        """The first turn of the conversation that a sequence belongs to, as far as it is trained: a
+        sampled question that is never trained is a prompt like any other."""
         seen = set()
         while self.parents[index] >= 0 and index not in seen:
             seen.add(index)
-            index = self.parents[index]
+            parent = self.parents[index]
+            if self.trained_requests and not self._is_trained_request(parent):
+                break
+            index = parent
         return index
+
+    def _is_trained_request(self, index: int) -> bool:
+        return self.sequences[index].request.number in self.trained_requests
+
+    @cached_property
+    def trained_requests(self) -> set[int]:
+        """Numbers of the requests of which a completion was trained on by a policy call."""
+        return {self.sequences[i].request.number for i in self.trained}
 
     def decoder(self, call: Call) -> Decoder:
         run = self.trace.runs.get(call.run)
@@ -152,6 +170,8 @@ class Joined:
             if index is not None:
                 self._own(match, index, int(end))
                 match.turns.append(index)
+        # Completions that a longer one covers, such as a greedy look at the first tokens.
+        match.turns = [i for i in match.turns if (match.owner == i).any()]
         covered = max((self.sequences[i].length for i in match.turns), default=0)
         for length in hits(hashes, self._prompts)[::-1]:
             if length < covered or length >= len(tokens):
@@ -203,6 +223,10 @@ class Joined:
             for i in indices
             if self.sequences[i].request.started <= call.started + CLOCK_SLACK_SECONDS
         ]
+        # Equal answers may be thousands: the newest unused one mostly fits.
+        for index in reversed(earlier):
+            if index not in self.used and (worth(index)[:2] == (True, True)):
+                return index
         return max(earlier, key=worth, default=None)
 
     # -- groups -------------------------------------------------------------------------------
@@ -256,20 +280,19 @@ class Joined:
 
     @cached_property
     def trained(self) -> dict[int, list[Datum]]:
-        """Sequence -> the policy data it was trained in, in order."""
+        """Sequence -> the policy data in which its tokens carry signal, in order."""
         found: dict[int, list[Datum]] = defaultdict(list)
         for call in self.policy_calls:
             for datum in call.data:
-                match = self.match(datum)
-                for index in {*match.turns, *([] if match.cut is None else [match.cut])}:
-                    found[index].append(datum)
-        return found
+                for index in np.unique(self.match(datum).owner[datum.active]):
+                    if index >= 0:
+                        found[int(index)].append(datum)
+        return dict(found)
 
     @cached_property
     def training_requests(self) -> list[Request]:
         """Requests of which at least one completion was trained on by a policy call."""
-        numbers = {self.sequences[i].request.number for i in self.trained}
-        return [r for r in self.trace.requests if r.number in numbers]
+        return [r for r in self.trace.requests if r.number in self.trained_requests]
 
     @cached_property
     def training_samplers(self) -> set[str]:
@@ -308,7 +331,7 @@ class Joined:
             is_greedy = request.params.get("temperature", 1.0) == 0
             if request.sampler.id not in samplers or request.is_score or is_greedy:
                 continue
-            if self.parents[index] >= 0:
+            if self.root(index) != index:
                 continue
             run = request.sampler.training_run or next(iter(self.trace.runs), "")
             step = self.steps_finished(run, request.started)
@@ -329,13 +352,31 @@ class Joined:
         return [r for r in self.trace.requests if r.is_score]
 
     @cached_property
-    def by_tail(self) -> dict[bytes, list[int]]:
-        """The last eight ids of a completion -> its sequences; shorter ones are left out."""
-        found: dict[bytes, list[int]] = defaultdict(list)
+    def _by_tokens(self) -> dict[int, dict[bytes, int]]:
+        """Length -> completions of that length -> the index of one."""
+        found: dict[int, dict[bytes, int]] = defaultdict(dict)
         for index, sequence in enumerate(self.sequences):
-            if len(sequence.tokens) >= 8:
-                found[sequence.tokens[-8:].tobytes()].append(index)
+            if not sequence.request.is_score and len(sequence.tokens) > 1:
+                found[len(sequence.tokens)][sequence.tokens.tobytes()] = index
         return found
+
+    def ending(self, tokens: np.ndarray) -> int | None:
+        """The longest completion that a token sequence ends in."""
+        for length in sorted(self._by_tokens, reverse=True):
+            if length <= len(tokens):
+                index = self._by_tokens[length].get(tokens[-length:].tobytes())
+                if index is not None:
+                    return index
+        return None
+
+    def text_of(self, index: int) -> str:
+        """A completion's text without what a tokenizer may drop or keep at its end."""
+        sequence = self.sequences[index]
+        key = sequence.tokens.tobytes()
+        if key not in self._texts:
+            decoder = self.decoders.of(sequence.request.sampler.folder)
+            self._texts[key] = decoder.bare_text(sequence.tokens)
+        return self._texts[key]
 
     @cached_property
     def scores_by_hash(self) -> dict[int, list[Request]]:

@@ -13,12 +13,13 @@ from typing import Any
 
 import numpy as np
 
-from audit.findings import PLACES_KEPT, Finding
+from audit.findings import PLACES_KEPT, Finding, plural, printable
 from audit.joins import Joined
 
 SCHEMA = 1
 WIDTH = 100
 MAX_LINES = 60
+SEEN_LENGTH = 4 * WIDTH
 TOKEN_CLASSES = ("prefill", "sample", "train")
 CANNOT_TELL = (
     "what the cloud divides losses by, and its default clip",
@@ -133,7 +134,7 @@ def as_text(joined: Joined, findings: list[Finding], budget: Budget) -> str:
     lines: list[str] = []
     for number, lines_of_one in enumerate(blocks):
         if len(lines) + len(lines_of_one) > room - 1:
-            lines.append(f"... and {len(blocks) - number} more findings in audit.json")
+            lines.append(f"... and {plural(len(blocks) - number, 'more finding')} in audit.json")
             break
         lines += lines_of_one
     return "\n".join([*lines, *foot])
@@ -142,9 +143,10 @@ def as_text(joined: Joined, findings: list[Finding], budget: Budget) -> str:
 def block(finding: Finding, brief: bool = False) -> list[str]:
     """The lines of one finding."""
     rule = finding.rule
-    head = f"{rule.severity:<7} {rule.name}: {finding.seen}"
+    seen = shorten(printable(finding.seen), SEEN_LENGTH)
+    head = f"{rule.severity:<7} {rule.name}: {seen}"
     if finding.accepted is not None:
-        head = f"accepted {rule.name} ({finding.accepted}): {finding.seen}"
+        head = f"accepted {rule.name} ({finding.accepted}): {seen}"
     lines = textwrap.wrap(head, WIDTH, subsequent_indent=" " * 8)
     if finding.accepted is not None:
         return lines[:2]
@@ -161,8 +163,8 @@ def block(finding: Finding, brief: bool = False) -> list[str]:
     return lines
 
 
-def shorten(line: str) -> str:
-    return line if len(line) <= WIDTH else line[: WIDTH - 3] + "..."
+def shorten(line: str, length: int = WIDTH) -> str:
+    return line if len(line) <= length else line[: length - 3] + "..."
 
 
 def footer(joined: Joined, budget: Budget, findings: list[Finding]) -> list[str]:
@@ -189,9 +191,8 @@ def footer(joined: Joined, budget: Budget, findings: list[Finding]) -> list[str]
     if estimate:
         shown = ", ".join(f"{name} {n:,}" for name, n in estimate["tokens"].items())
         cost = "" if estimate["cost"] is None else f"; about {estimate['cost']:,.2f}"
-        lines.append(
-            f"full    {estimate['steps']:,} steps like these: {shown}{cost} (stand-in tokens)"
-        )
+        lines.append(f"full    {estimate['steps']:,} steps like these, in stand-in tokens{cost}:")
+        lines.append(f"        {shown}")
     count = Counter(f.rule.severity for f in findings if f.counts)
     lines.append(
         f"audit   {verdict_of(findings)}: {count['error']} errors, {count['warning']} warnings"

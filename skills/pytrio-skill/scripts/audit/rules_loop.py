@@ -8,6 +8,7 @@ import numpy as np
 
 from audit.findings import Hit, Place, plural
 from audit.joins import Joined
+from audit.rules_rollouts import broken_turns
 from audit.trace import Call, Request, Resume, Step
 
 LEARNING_RATE_HIGH = 1e-2
@@ -117,8 +118,8 @@ def check_failures(joined: Joined) -> Iterator[Hit]:
     if injected:
         yield Hit(
             "A19-fault",
-            f"the faults {', '.join(trace.header['faults'])} struck {len(injected)} times; the "
-            f"first: {injected[0]['code']}",
+            f"the faults {', '.join(trace.header['faults'])} struck "
+            f"{plural(len(injected), 'time')}; the first: {injected[0]['code']}",
         )
     if not trace.is_complete:
         yield Hit("A20-incomplete", "the recording breaks off: only what it holds was audited")
@@ -134,24 +135,34 @@ def fault(record: dict) -> bool:
 # -- A12 and A13: calls per step, waiting ----------------------------------------------------------
 
 
-def token_shares(call: Call) -> tuple[int, int]:
-    """(tokens with signal, divisor) of a call under the local default reduction."""
-    signal = sum(int(d.active.sum()) for d in call.data)
+def divisor_of(call: Call) -> int:
+    """What a call is divided by under the local default reduction."""
     name = "total_advantage_tokens" if call.loss == "dro" else "total_active_tokens"
-    return signal, max(1, call.totals[name])
+    return max(1, call.totals[name])
+
+
+def largest_set(calls: list[Call]) -> list[Call]:
+    """The calls of the kind and loss that occurs most often."""
+    sets: dict[tuple[str, str], list[Call]] = defaultdict(list)
+    for call in calls:
+        sets[call.kind, call.loss].append(call)
+    return max(sets.values(), key=len, default=[])
 
 
 def check_calls_per_step(joined: Joined) -> Iterator[Hit]:
-    several = [step for step in joined.trace.steps if len(step.calls) > 1]
+    # Calls of different losses cannot be one.
+    of_one_loss = {step: largest_set(step.calls) for step in joined.trace.steps}
+    several = [step for step, calls in of_one_loss.items() if len(calls) > 1]
     if not several:
         return
-    most = max(several, key=lambda step: len(step.calls))
-    divisors = [token_shares(call)[1] for call in most.calls]
+    most = max(several, key=lambda step: len(of_one_loss[step]))
+    calls = of_one_loss[most]
+    divisors = [divisor_of(call) for call in calls]
     spread = max(divisors) / min(divisors)
-    place = Place(call=most.calls[0].number)
+    place = Place(call=calls[0].number)
     seen = (
         f"{len(several)} of {len(joined.trace.steps)} optimiser steps gather several "
-        f"forward_backward calls (step {most.number}: {len(most.calls)})"
+        f"forward_backward calls (step {most.number}: {len(calls)})"
     )
     if spread > UNEVEN_WEIGHT:
         yield Hit(
@@ -185,11 +196,9 @@ def check_waiting(joined: Joined) -> Iterator[Hit]:
 def check_sequential_sampling(joined: Joined) -> Iterator[Hit]:
     """First turns on one sampler that never overlap in time."""
     by_sampler: dict[str, list[Request]] = defaultdict(list)
-    index = 0
+    later_turns = {request.number for request, _, _ in broken_turns(joined)}
     for request in joined.trace.requests:
-        parent = joined.parents[index] if request.sequences else -1
-        index += len(request.sequences)
-        if parent < 0:
+        if joined.parent_of[request.number] < 0 and request.number not in later_turns:
             kind = "score" if request.is_score else "sample"
             by_sampler[f"{kind} {request.sampler.id}"].append(request)
     slow: dict[str, int] = defaultdict(int)
@@ -245,6 +254,8 @@ def repeated_data(resume: Resume, steps: list[Step]) -> Iterator[Hit]:
     old = [set(marks) for marks in resume.history if marks]
     if len({frozenset(marks) for marks in old}) < 2:
         return  # every step sees the same data: nothing can be repeated
+    if sum(map(len, old)) > len(set().union(*old)):
+        return  # the data had come round before the save: seeing them again means nothing
     new: set[int] = set()
     for call in steps[0].calls:
         for datum in call.data:
@@ -253,25 +264,18 @@ def repeated_data(resume: Resume, steps: list[Step]) -> Iterator[Hit]:
             new.add(crc32(tokens.astype("<i4").tobytes()))
     if not new:
         return
-    shares = [len(new & marks) / max(1, min(len(new), len(marks))) for marks in old]
-    if expected_next(old, new):
-        return
-    repeated = next((i for i, share in enumerate(shares) if share > SAME_DATA_SHARE), None)
-    if repeated is not None:
+    usual = float(np.median([len(marks) for marks in old]))
+    for repeated in (0, len(old) - 1):
+        smaller = min(len(new), len(old[repeated]))
+        if smaller < min(2, usual) or len(new & old[repeated]) <= SAME_DATA_SHARE * smaller:
+            continue
         number = resume.step - len(old) + repeated + 1
         yield Hit(
             "A14-data-repeated",
             f"the first batch after the resume at step {resume.step} is that of step {number}: "
-            "the data began again",
+            "data are trained again",
         )
-
-
-def expected_next(old: list[set[int]], new: set[int]) -> bool:
-    """Whether the past repeats with a period and the new batch is the next in turn."""
-    for period in range(1, len(old)):
-        if all(old[i] == old[i - period] for i in range(period, len(old))):
-            return len(new & old[len(old) - period]) > SAME_DATA_SHARE * len(new)
-    return False
+        return
 
 
 def step_number(joined: Joined, resume: Resume) -> Iterator[Hit]:
@@ -279,7 +283,8 @@ def step_number(joined: Joined, resume: Resume) -> Iterator[Hit]:
     before = re.findall(r"\d+", resume.uri.rpartition("/")[2])
     saves = [s for s in joined.trace.saves if s.run == resume.run and not s.is_temporary]
     after = re.findall(r"\d+", saves[0].uri.rpartition("/")[2]) if saves else []
-    if before and after and int(after[-1]) <= int(before[-1]) and saves[0].step > resume.step:
+    is_a_step = before and int(before[-1]) == resume.step
+    if is_a_step and after and int(after[-1]) <= resume.step < saves[0].step:
         yield Hit(
             "A14-step-reset",
             f"resumed from {resume.uri.rpartition('/')[2]!r}, the next save is "

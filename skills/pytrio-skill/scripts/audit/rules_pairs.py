@@ -13,12 +13,12 @@ from audit.rules_tokens import (
     assistant_turns,
     first_difference,
     is_constant,
-    plain,
     shift_of,
 )
 from audit.trace import Call, Datum, Request, Sequence
 
 SAME_SIZE = 0.02
+SAME_QUESTION = 0.6
 LARGE_WEIGHT, SMALL_WEIGHT = 20.0, 1e-9
 CLEAR_CORRELATION, UNRELATED = 0.98, 0.3
 ENOUGH_TOKENS = 24
@@ -58,7 +58,7 @@ def check_custom(joined: Joined) -> Iterator[Hit]:
 # -- A15: preference pairs -------------------------------------------------------------------------
 
 
-def pairs_of(call: Call) -> list[tuple[Datum, Datum]]:
+def pairs_of(joined: Joined, call: Call) -> list[tuple[Datum, Datum]]:
     """(pushed up, pushed down) data of a call that is made of pairs; empty when it is not."""
     signs = []
     for datum in call.data:
@@ -75,12 +75,29 @@ def pairs_of(call: Call) -> list[tuple[Datum, Datum]]:
     chosen = neighbours if all(signs[i] != signs[i + 1] for i in range(0, count, 2)) else halves
     ordered = [(a, b) if signs[a.number] > 0 else (b, a) for a, b in chosen]
     opposite = all(signs[a.number] != signs[b.number] for a, b in chosen)
-    return ordered if opposite else []
+    alike = [share_a_question(joined, a, b) for a, b in ordered]
+    return ordered if opposite and sum(alike) > len(alike) / 2 else []
+
+
+def share_a_question(joined: Joined, left: Datum, right: Datum) -> bool:
+    """Whether two prompts are mostly the same ids at their beginning and end (KTO's are not), not
+    counting what the template puts around every question."""
+    chat = joined.trace.chat_of_run(left.call.run)
+    frame = len(chat.header) + len(chat.closing) if chat else 0
+    prompts = []
+    for datum in (left, right):
+        prompt = datum.tokens[: prompt_length(joined, datum)]
+        bare = without_generation_prompt(prompt, chat.generation_prompts) if chat else None
+        prompts.append(prompt[:bare])
+    shorter = min(map(len, prompts))
+    ahead = first_difference(*prompts)
+    behind = first_difference(prompts[0][::-1], prompts[1][::-1])
+    return ahead >= shorter or ahead + behind - frame >= SAME_QUESTION * (shorter - frame)
 
 
 def check_pairs(joined: Joined) -> Iterator[Hit]:
     gathered, total, first_down = Gathered(), 0, 0
-    paired = [(call, pairs_of(call)) for call in joined.preference_calls]
+    paired = [(call, pairs_of(joined, call)) for call in joined.preference_calls]
     paired = [(call, pairs) for call, pairs in paired if pairs]
     for call, pairs in paired:
         decoder = joined.decoder(call)
@@ -275,7 +292,7 @@ def other_score(joined: Joined, sequence: Sequence, datum: Datum) -> Request | N
         r
         for r in joined.scores
         if sequence.request.finished - 0.05 <= r.started <= datum.call.started + 0.05
-        and is_teacher(r, sequence)
+        and not np.array_equal(r.prompt, datum.tokens)
     ]
     length = len(sequence.tokens)
     for request in window:
@@ -284,9 +301,9 @@ def other_score(joined: Joined, sequence: Sequence, datum: Datum) -> Request | N
         ):
             return request
     decoder = joined.decoders.of(sequence.request.sampler.folder)
-    text = plain(decoder.text(sequence.tokens))
+    text = decoder.bare_text(sequence.tokens)
     for request in window:
-        if text and plain(decoder.text(request.prompt)).endswith(text):
+        if text and decoder.bare_text(request.prompt).endswith(text):
             return request
     return None
 
@@ -324,6 +341,13 @@ def opening_of(prompt: np.ndarray, variants: list[list[int]]) -> list[int]:
     return prompt[length if length is not None else -3 :].tolist()
 
 
+def is_per_token(advantages: list[np.ndarray]) -> bool:
+    """Whether advantages differ within completions more than between them: no outcome reward."""
+    every = np.concatenate(advantages)
+    within = float(np.mean([a.var() for a in advantages]))
+    return within > 0.5 * float(every.var())
+
+
 def advantage_hits(
     differences: dict[int, list[np.ndarray]],
     given: dict[int, list[np.ndarray]],
@@ -355,7 +379,7 @@ def advantage_hits(
             f"(correlation {correlations[best]:.3f}, at the right position {straight:.3f})",
             places,
         )
-    elif abs(straight) < UNRELATED:
+    elif abs(straight) < UNRELATED and is_per_token(given[0]):
         yield Hit(
             "A17-unrelated",
             "the teacher scored the sampled ids, yet the advantages do not follow teacher - "

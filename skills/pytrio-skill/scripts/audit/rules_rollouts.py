@@ -8,7 +8,7 @@ import numpy as np
 from audit.findings import Hit, Place, plural, target_place
 from audit.joins import Group, Joined, hits
 from audit.rules_tokens import first_difference, is_constant, shift_of
-from audit.trace import Request, Sequence
+from audit.trace import Request, Sampler, Sequence
 
 RATIO_WARNING, RATIO_ERROR = 0.02, 0.1
 TRUNCATED_SHARE = 0.3
@@ -43,7 +43,7 @@ def check_lag(joined: Joined) -> Iterator[Hit]:
         sampler = request.sampler
         known = sampler.step
         if sampler.training_run != run:
-            if not is_start_of(joined, run, sampler.training_run, sampler.step):
+            if not is_start_of(joined, run, sampler):
                 foreign.add(sampler.base_model)
                 continue
             known = joined.steps_finished(run, 0.0)
@@ -103,14 +103,14 @@ def check_old_completions(joined: Joined) -> Iterator[Hit]:
         )
 
 
-def is_start_of(joined: Joined, run: str, sampled_run: str, step: int) -> bool:
-    """Whether these weights are the ones a training run began with."""
-    source = joined.trace.runs[run].source if run in joined.trace.runs else ""
-    if not sampled_run:
-        return not source
-    return any(
-        s.run == sampled_run and s.step == step and s.uri == source for s in joined.trace.saves
-    ) or (bool(source) and f"//{sampled_run}/" in source)
+def is_start_of(joined: Joined, run: str, sampler: Sampler) -> bool:
+    """Whether a sampling client has the weights that a training run began with."""
+    known = joined.trace.runs.get(run)
+    if known is None or sampler.base_model != known.base_model:
+        return False
+    if not sampler.training_run:
+        return not known.source
+    return f"//{sampler.training_run}/" in known.source
 
 
 # -- A06: the ratio on fresh data ------------------------------------------------------------------
@@ -129,7 +129,8 @@ def check_ratio(joined: Joined) -> Iterator[Hit]:
             fresh = [
                 i
                 for i in match.turns
-                if joined.trained[i][0] is datum
+                if i in joined.trained
+                and joined.trained[i][0] is datum
                 and joined.sequences[i].request.sampler.training_run == call.run
                 and joined.sequences[i].request.sampler.step == call.steps_before
             ]
@@ -228,13 +229,17 @@ def check_groups(joined: Joined) -> Iterator[Hit]:
     if not per_step or not advantages_are_constant(joined):
         return
     many = [g for g in per_step if len(g.members) > 1]
-    if len(many) < 0.2 * len(per_step):
-        if any(g.advantages for g in per_step):
+    at_once = [g for g in per_step if is_first_wave(joined, g)]
+    alone = [g for g in at_once if len(g.members) == 1]
+    if len(alone) > 0.8 * len(at_once):
+        if any(g.advantages for g in alone):
             yield Hit(
                 "A09-singletons",
-                f"{len(per_step) - len(many)} of {len(per_step)} prompts have a single completion: "
-                "there is nothing to compare it with",
+                f"{len(alone)} of {len(at_once)} prompts have a single completion: there is "
+                "nothing to compare it with",
             )
+        return
+    if not many:
         return
     yield from group_sum_hits(joined, many)
     first_third = sorted(many, key=lambda g: g.step)[: max(1, len(many) // 3)]
@@ -275,6 +280,12 @@ def check_custom_groups(joined: Joined) -> Iterator[Hit]:
         )
 
 
+def is_first_wave(joined: Joined, group: Group) -> bool:
+    """Whether a group was asked for before any answer of its sampling client: no later turn."""
+    request = joined.sequences[group.members[0]].request
+    return request.started < joined.first_answer[request.sampler.id]
+
+
 def trained_around(joined: Joined, group: Group) -> bool:
     """A group of a sampler that also sampled trained completions: its own were dropped."""
     sampler = joined.sequences[group.members[0]].request.sampler.id
@@ -301,6 +312,7 @@ def group_sum_hits(joined: Joined, groups: list[Group]) -> Iterator[Hit]:
         if not sums_to_zero(joined, g)
         # A member may be missing only because its datum was not recognised, which A02 says.
         and not (joined.has_unmatched_data and len(g.advantages) < len(g.members))
+        and not only_cut_are_missing(joined, g)
     ]
     if not bad:
         return
@@ -341,6 +353,12 @@ def group_sum_hits(joined: Joined, groups: list[Group]) -> Iterator[Hit]:
             f"{dropped}",
             (place,),
         )
+
+
+def only_cut_are_missing(joined: Joined, group: Group) -> bool:
+    """Overlong filtering: cut completions count in the mean and are not trained."""
+    missing = [joined.sequences[m] for m in group.members if m not in group.advantages]
+    return bool(missing) and all(s.stop_reason == "length" for s in missing)
 
 
 def sums_to_zero(joined: Joined, group: Group, tolerance: float = 0.01) -> bool:
@@ -413,30 +431,17 @@ def check_turns(joined: Joined) -> Iterator[Hit]:
     """Later prompts that do not go on exactly where a completion ended."""
     if not joined.training_samplers:
         return
-    starts: dict[int, list[Request]] = defaultdict(list)
-    for request in joined.trace.requests:
-        chat = joined.trace.chats.get(request.sampler.folder)
-        if chat and chat.header and not request.is_score:
-            bare = without_generation_prompt(request.prompt, chat.generation_prompts)
-            if bare is not None:
-                opened = np.append(request.prompt[:bare], np.array(chat.header, np.int32))
-                starts[int(joined.hashes.of(opened)[-1])].append(request)
-    known = np.array(sorted(starts), np.uint64)
-    broken: list[tuple[Request, Sequence, int]] = []
-    later = 0
-    index = 0
-    for request in joined.trace.requests:
-        parent = joined.parents[index] if request.sequences else -1
-        index += len(request.sequences)
-        if request.is_score:
-            continue
-        if parent >= 0:
-            later += 1
-            continue
-        found = find_broken(joined, request, starts, known)
-        if found:
-            later += 1
-            broken.append(found)
+    broken = broken_turns(joined)
+    later = len(broken) + sum(
+        joined.parent_of[r.number] >= 0 for r in joined.trace.requests if not r.is_score
+    )
+    own_data = {
+        joined.sequences[i].request.number
+        for i, data in joined.trained.items()
+        if not any((d.active & (joined.match(d).owner < 0)).any() for d in data)
+    }
+    if any(request.number in own_data for request, _, _ in broken):
+        return  # one datum a turn, each trained behind its own prompt
     if broken:
         request, sequence, differs = broken[0]
         decoder = joined.decoders.of(request.sampler.folder)
@@ -447,6 +452,26 @@ def check_turns(joined: Joined) -> Iterator[Hit]:
             "and the sampled ids",
             (Place(request=request.number, text=decoder.around(request.prompt, at)),),
         )
+
+
+def broken_turns(joined: Joined) -> list[tuple[Request, Sequence, int]]:
+    """(request, the completion it was meant to continue, where they part) of later turns that
+    hold an earlier prompt and another history than was sampled."""
+    starts: dict[int, list[Request]] = defaultdict(list)
+    for request in joined.trace.requests:
+        chat = joined.trace.chats.get(request.sampler.folder)
+        if chat and chat.header and not request.is_score:
+            bare = without_generation_prompt(request.prompt, chat.generation_prompts)
+            if bare is not None:
+                opened = np.append(request.prompt[:bare], np.array(chat.header, np.int32))
+                starts[int(joined.hashes.of(opened)[-1])].append(request)
+    known = np.array(sorted(starts), np.uint64)
+    found = [
+        find_broken(joined, request, starts, known)
+        for request in joined.trace.requests
+        if not request.is_score and joined.parent_of[request.number] < 0
+    ]
+    return [one for one in found if one]
 
 
 def without_generation_prompt(prompt: np.ndarray, variants: list[list[int]]) -> int | None:

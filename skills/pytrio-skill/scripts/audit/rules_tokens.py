@@ -224,7 +224,7 @@ def look_at_turns(
             first = start + int(np.flatnonzero(trained[start:content])[0])
             name = part_of_opening(decoder.text(tokens[first:content]))
             if name:
-                seen.append((name, place(first, content - first), ""))
+                seen.append((name, place(first, 1 if name == "header" else content - first), ""))
         inside = trained[content:stop]
         if not inside.any():
             continue
@@ -393,33 +393,22 @@ def look_at_unknown(
         return
     if match.prompt_end is not None and match.candidates:
         rest = tokens[match.prompt_end :]
-        text = plain(decoder.text(rest))
-        completions = [joined.sequences[i].tokens for i in match.candidates]
-        for sampled in completions:
-            if plain(decoder.text(sampled)) == text:
-                differs = first_difference(rest, sampled)
+        text = decoder.bare_text(rest)
+        for index in reversed(match.candidates):
+            if joined.text_of(index) == text:
+                differs = first_difference(rest, joined.sequences[index].tokens)
                 position = min(match.prompt_end - 1 + differs, len(datum.targets) - 1)
                 gathered.add("A02-reencoded", target_place(call, datum, position, decoder))
                 return
         gathered.add("A02-ids", place)
         return
-    tail = tokens[-8:].tobytes()
-    for index in joined.by_tail.get(tail, []):
-        sampled = joined.sequences[index].tokens
-        if len(sampled) <= len(tokens) and np.array_equal(tokens[-len(sampled) :], sampled):
-            prompt = joined.sequences[index].request.prompt
-            differs = first_difference(tokens, prompt)
-            position = max(0, min(differs - 1, len(datum.targets) - 1))
-            gathered.add("A02-prompt-differs", target_place(call, datum, position, decoder))
-            return
+    ending = joined.ending(tokens)
+    if ending is not None:
+        differs = first_difference(tokens, joined.sequences[ending].request.prompt)
+        position = max(0, min(differs - 1, len(datum.targets) - 1))
+        gathered.add("A02-prompt-differs", target_place(call, datum, position, decoder))
+        return
     gathered.add("A02-ids", place)
-
-
-def plain(text: str) -> str:
-    """Text without what a tokenizer's decode may drop or keep at the end."""
-    for end in ("<|im_end|>", "<|endoftext|>"):
-        text = text.replace(end, "")
-    return text.strip()
 
 
 def first_difference(left: np.ndarray, right: np.ndarray) -> int:

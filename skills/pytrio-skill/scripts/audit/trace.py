@@ -86,8 +86,8 @@ class Datum:
 class Call:
     """One logical call of the loop, put together again from the events the SDK split it into.
 
-    `kind` is `sft`, `policy`, `custom` (the backward of forward_backward_custom) or `score` (a
-    forward alone).
+    `kind` is `sft`, `policy`, `custom` (the backward of forward_backward_custom; its forward is
+    `custom_forward`) or `score` (a forward alone).
     """
 
     number: int
@@ -427,8 +427,11 @@ def take_events(trace: Trace, events: list[dict[str, Any]]) -> None:
     mark_custom_calls(trace.calls)
     trace.calls.sort(key=lambda call: call.started)
     trace.steps.sort(key=lambda step: step.started)
-    for number, call in enumerate(trace.calls, start=1):
-        call.number = number
+    number = 0
+    for call in trace.calls:
+        # Both passes of a custom loss are one call of the loop.
+        number += call.kind != "custom_forward"
+        call.number = number if call.kind != "custom_forward" else number + 1
 
 
 def belongs_to(call: Call, event: dict[str, Any]) -> bool:
