@@ -842,6 +842,16 @@ def newline_behind(weight: float, row: Row) -> Row:
     )
 
 
+def padded_behind(row: Row) -> Row:
+    """Six end-of-text tokens without weight after the answer."""
+    pads = encode("<|endoftext|>") * 6
+    return Row(
+        [*row.inputs, row.targets[-1], *pads[:-1]],
+        [*row.targets, *pads],
+        weights=[*(row.weights or ()), *[0.0] * 6],
+    )
+
+
 def everything(row: Row) -> Row:
     return replace(row, weights=[1.0] * len(row.targets))
 
@@ -1050,6 +1060,12 @@ CASES: dict[str, Case] = {
         partial(sft, row=with_silent_newline),
         r"^8 data of 8 train text after the end of a turn",
         {"call": 1, "datum": 0, "text": r"<\|im_end\|>>>\\n<<$"},
+    ),
+    "A04-padding": Case(
+        partial(sft, change=padded_behind),
+        partial(sft, row=with_silent_newline),
+        r"^8 data of 8 end in padding",
+        {"call": 1, "datum": 0},
     ),
     "A04-first": Case(
         partial(sft, row=weights_of(lambda p, a: [0.0] * len(p) + [1.0] * (len(a) - 1))),
@@ -1266,6 +1282,11 @@ CASES: dict[str, Case] = {
         partial(dpo, change=weigh(partial(newline_behind, 1.0))),
         partial(dpo, change=weigh(partial(newline_behind, 0.0))),
         r"^12 data of 12 train text after the end of a turn",
+    ),
+    "A16-padding": Case(
+        partial(dpo, change=weigh(padded_behind)),
+        partial(dpo, change=weigh(partial(newline_behind, 0.0))),
+        r"^12 data of 12 end in padding",
     ),
     "A16-first": Case(
         partial(dpo, change=weigh(without_first)), dpo, r"^in 12 data of 12 the first token"

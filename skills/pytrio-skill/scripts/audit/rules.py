@@ -53,6 +53,12 @@ _SUPERVISED = (
         "Stop the trained region at the end token; the newline after it is never sampled.",
     ),
     (
+        "padding",
+        "warning",
+        "a sequence ends in a run of one id after its last turn",
+        "Send every datum in its own length; the server pads.",
+    ),
+    (
         "first",
         "error",
         "of a turn all tokens but the first have a weight",

@@ -327,7 +327,7 @@ def explain_score(
     if openings[0] != openings[1]:
         shown = " against ".join(repr(decoder.text(ids)) for ids in openings)
         return "A17-opening-differs", f"{shown} (student against teacher)", place
-    if score.sampler.folder == sequence.request.sampler.folder:
+    if score.sampler.base_model == sequence.request.sampler.base_model:
         return "", "", place
     differs = first_difference(student, teacher)
     detail = f"they differ from token {differs} on: "

@@ -140,6 +140,7 @@ SUPERVISED_SENTENCES = {
     "think": "{data} of {total} train the end of the generation prompt (its empty think block)",
     "end": "in {data} of {total} an assistant's turn ends without a trained end token: {detail}",
     "after": "{data} of {total} train text after the end of a turn",
+    "padding": "{data} of {total} end in padding",
     "first": "in {data} of {total} the first token of the answer has no weight although all others "
     "have: the weights are shifted by one",
 }
@@ -237,6 +238,9 @@ def look_at_turns(
         elif chat.closing and tokens[stop - 1] != chat.closing[0]:
             wanted = decoder.text(chat.closing[:1])
             seen.append(("end", place(stop - 1), f"the template ends it with {wanted}"))
+    last = turns[-1][2]
+    if len(tokens) - last >= PADDING_RUN and np.ptp(tokens[last:]) == 0:
+        seen.append(("padding", place(last, len(tokens) - last), ""))
     if outside.any():
         seen = [("prompt", place(int(np.flatnonzero(outside)[0])), "")]
     for name in dict.fromkeys(name for name, _, _ in seen):

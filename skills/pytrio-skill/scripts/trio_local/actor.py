@@ -225,7 +225,7 @@ def init_run(state: State, run: TrainingRun, event: Event, payload: Any) -> dict
         )
     run.trainer = trainer
     run.status = "RUNNING"
-    state.recorder.model(str(run.served.folder), trainer.loaded.chat)
+    state.recorder.model(run.served.model_id, state.engine.chat(run.served))
     return {}
 
 
@@ -554,7 +554,7 @@ async def sample_answer(
 def record_sample(
     state: State, run: SamplingRun, body: SampleRequest, result: Any, started: float
 ) -> None:
-    state.recorder.model(str(run.served.folder), state.engine.chat(run.served))
+    state.recorder.model(run.served.model_id, state.engine.chat(run.served))
     fields: dict[str, Any] = {
         "run": run.cuid,
         "snapshot": run.snapshot,

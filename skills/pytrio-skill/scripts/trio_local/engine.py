@@ -53,6 +53,7 @@ class Engine:
         self.threads = threads
         self._inbox: queue.SimpleQueue[Callable[[], bool] | None] = queue.SimpleQueue()
         self._models: dict[str, LoadedModel] = {}
+        self._chats: dict[str, dict[str, Any]] = {}
         self._batches: OrderedDict[str, Batch] = OrderedDict()
         self._waiting: dict[str, list[SampleJob]] = {}
         self._stopping = False
@@ -83,16 +84,18 @@ class Engine:
 
     def model(self, served: ServedModel) -> "LoadedModel":
         """The loaded model of a folder; only call on the compute thread."""
-        from trio_local.loading import LoadedModel
+        from trio_local.loading import LoadedModel, chat_layout
 
         key = str(served.folder)
         if key not in self._models:
             self._models[key] = LoadedModel(served, self.device)
+        if served.model_id not in self._chats:
+            self._chats[served.model_id] = chat_layout(served.model_id, self._models[key].end_ids)
         return self._models[key]
 
     def chat(self, served: ServedModel) -> dict[str, Any]:
         """How the template of a model that has been loaded frames a turn; from any thread."""
-        return self._models[str(served.folder)].chat
+        return self._chats[served.model_id]
 
     def sample(
         self,

@@ -4,6 +4,7 @@ import copy
 import inspect
 import logging
 import warnings
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -55,7 +56,6 @@ class LoadedModel:
         self.context_length = context_length(served)
         self.end_ids = self._end_ids()
         self.turn_end_id = self._turn_end_id()
-        self.chat = self._chat()
         # Renamed in transformers 5; asking the signature keeps both generations working.
         parameters = inspect.signature(self.model.forward).parameters
         self.cache_argument = "cache" if "cache" in parameters else "past_key_values"
@@ -70,51 +70,6 @@ class LoadedModel:
         """The id that ends an assistant's turn, None for a model that has none."""
         own = self.tokenizer.eos_token_id
         return own if own is not None else min(self.end_ids, default=None)
-
-    def _chat(self) -> dict[str, Any]:
-        """How the template frames a turn, for the audit: ids of the generation prompts (thinking
-        on and off), of what opens an earlier answer and what follows one, and all ids that end a
-        turn.
-
-        A tokenizer without a template gives empty lists.
-        """
-        question = {"role": "user", "content": "x"}
-
-        def render(messages: list[dict[str, str]], generation: bool, thinking: bool) -> str:
-            return str(
-                self.tokenizer.apply_chat_template(
-                    messages,
-                    tokenize=False,
-                    add_generation_prompt=generation,
-                    enable_thinking=thinking,
-                )
-            )
-
-        prompts: list[list[int]] = []
-        opening: list[int] = []
-        closing: list[int] = []
-        try:
-            bare = render([question], False, False)
-            for thinking in (True, False):
-                opened = render([question], True, thinking)
-                if opened.startswith(bare):
-                    ids = self.tokenizer.encode(opened[len(bare) :], add_special_tokens=False)
-                    prompts += [ids] if ids and ids not in prompts else []
-            answer = {"role": "assistant", "content": "yy"}
-            after = render([question, answer], False, False).rpartition("yy")[2]
-            closing = self.tokenizer.encode(after, add_special_tokens=False)
-            history = render([question, answer, question], False, False)
-            if history.startswith(bare):
-                before = history[len(bare) :].partition("yy")[0]
-                opening = self.tokenizer.encode(before, add_special_tokens=False)
-        except Exception:  # noqa: BLE001 - a template may raise anything; then it says nothing
-            pass
-        return {
-            "generation_prompts": prompts,
-            "opening": opening,
-            "closing": closing,
-            "end_ids": sorted({*self.end_ids, *closing[:1]}),
-        }
 
     def linear_modules(self, spec: LoraSpec) -> list[str]:
         """Full names of the linear layers that the LoRA flags select."""
@@ -148,3 +103,46 @@ class LoadedModel:
             delta = scale * (lora_b.to(self.device) @ lora_a.to(self.device))
             module.weight = torch.nn.Parameter(module.weight + delta, requires_grad=False)
         return model
+
+
+def chat_layout(tokenizer_folder: str, end_ids: Collection[int]) -> dict[str, Any]:
+    """How a template frames a turn, for the audit: ids of the generation prompts (thinking on and
+    off), of what opens an earlier answer and what follows one, and all ids that end a turn.
+
+    A tokenizer without a template gives empty lists.
+    """
+    tokenizer = AutoTokenizer.from_pretrained(tokenizer_folder, local_files_only=True)
+    question = {"role": "user", "content": "x"}
+    answer = {"role": "assistant", "content": "yy"}
+
+    def render(messages: list[dict[str, str]], generation: bool, thinking: bool) -> str:
+        text = tokenizer.apply_chat_template(
+            messages, tokenize=False, add_generation_prompt=generation, enable_thinking=thinking
+        )
+        return str(text)
+
+    def ids_of(text: str) -> list[int]:
+        return tokenizer.encode(text, add_special_tokens=False)
+
+    prompts: list[list[int]] = []
+    opening: list[int] = []
+    closing: list[int] = []
+    try:
+        bare = render([question], False, False)
+        for thinking in (True, False):
+            opened = render([question], True, thinking)
+            if opened.startswith(bare):
+                ids = ids_of(opened[len(bare) :])
+                prompts += [ids] if ids and ids not in prompts else []
+        closing = ids_of(render([question, answer], False, False).rpartition("yy")[2])
+        history = render([question, answer, question], False, False)
+        if history.startswith(bare):
+            opening = ids_of(history[len(bare) :].partition("yy")[0])
+    except Exception:  # noqa: BLE001 - a template may raise anything; then it says nothing
+        pass
+    return {
+        "generation_prompts": prompts,
+        "opening": opening,
+        "closing": closing,
+        "end_ids": sorted({*end_ids, *closing[:1]}),
+    }
