@@ -10,7 +10,8 @@ Dry run (free, offline):
 On the cloud (billed):
     PYTRIO_API_KEY=... python examples/chat-huanhuan-async.py
 Expected in the dry run:
-    MEASURED
+    loss 10.1 to 0.44 (last five of 22 steps); on held-out rows 9.94 to 0.42, answers with the
+    persona's phrases 0 of 24 to 24 of 24; about 20 s of one core; seed 1 alike
 `--ahead` steps are submitted before the oldest is waited for, so that the server never waits for
 this side, and the untrained model is asked while training goes on. The order of events, and so the
 weights, are those of the version without async.
@@ -165,22 +166,26 @@ def read_rows(name: str) -> list[Row]:
                 text = response.read().decode("utf-8")
         else:
             text = Path(name).read_text(encoding="utf-8-sig")
-        found = text.splitlines() if name.endswith(".jsonl") else json.loads(text)
+        # Not splitlines(): JSON strings may hold other line separators.
+        found = text.split("\n") if name.endswith(".jsonl") else json.loads(text)
     except (OSError, ValueError) as error:
         hint = "--data takes huanhuan, sample (no network), or a .json or .jsonl file"
         stop(f"cannot read {name} ({error}); {hint}")
+    if not isinstance(found, list):
+        stop(f"{name} holds no array of rows; JSON of one row a line is named .jsonl")
     rows: dict[str, Row] = {}
     for number, value in enumerate(found, start=1):
-        if value == "":
+        if isinstance(value, str) and not value.strip():
             continue
+        place = f"{name} {'line' if name.endswith('.jsonl') else 'row'} {number}"
         try:
-            value = json.loads(value) if isinstance(value, str) else value
+            value = json.loads(value) if name.endswith(".jsonl") else value
             row = {key: (value.get(key) or "") + "" for key in ("instruction", "input", "output")}
         except (ValueError, AttributeError, TypeError) as error:
-            stop(f"{name} line {number} is no row of instruction, input and output: {error!r}")
+            stop(f"{place} is no row of instruction, input and output: {error!r}")
         for part, text in (("question", question_of(row)), ("output", row["output"])):
             if not text.strip():
-                stop(f"{name} line {number} has no {part}")
+                stop(f"{place} has no {part}")
         rows[json.dumps(row)] = row
     return list(rows.values())
 
@@ -554,8 +559,8 @@ async def main(config: Config) -> None:
     for name, result in results.items():
         numbers = "  ".join(f"{key} {value:.3g}" for key, value in result.items())
         print(f"{name:<8} greedy, held out: {numbers}")
-        first = (config.run_dir / f"answers-{name}.jsonl").read_text(encoding="utf-8").splitlines()
-        for answer in map(json.loads, first[:3]):
+        answers = (config.run_dir / f"answers-{name}.jsonl").read_text(encoding="utf-8")
+        for answer in map(json.loads, answers.split("\n")[: min(3, int(result["items"]))]):
             print(f"         {answer['question']!r} -> {answer['answer']!r}")
     print(f"weights  {state['weights']}")
 

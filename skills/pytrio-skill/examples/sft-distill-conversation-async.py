@@ -12,7 +12,8 @@ Dry run (free, offline):
 On the cloud (billed):
     PYTRIO_API_KEY=... python examples/sft-distill-conversation-async.py
 Expected in the dry run:
-    MEASURED
+    loss 3.3 to 0.12 (last five of 17 steps); on held-out turns 3.10 to 0.10, closed thinking 0.69
+    to 1.00, the teacher's answer 0.00 to 0.56; about 25 s of one core; seed 1: 2.9 to 0.15, 0.53
 `--ahead` steps are submitted before the oldest is waited for, so that the server never waits for
 this side, and the untrained model is asked while training goes on. The order of events, and so the
 weights, are those of the version without async.
@@ -164,7 +165,8 @@ def read_jsonl(path: Path) -> list[Row]:
     """Conversations of a file, none twice."""
     rows: dict[str, Row] = {}
     try:
-        lines = path.read_text(encoding="utf-8-sig").splitlines()
+        # Not splitlines(): JSON strings may hold other line separators.
+        lines = path.read_text(encoding="utf-8-sig").split("\n")
     except (OSError, UnicodeDecodeError) as error:
         stop(f"cannot read {path} ({error}); --data takes hub, sample or a .jsonl file")
     for number, line in enumerate(lines, start=1):
@@ -604,8 +606,8 @@ async def main(config: Config) -> None:
     for name, result in results.items():
         numbers = "  ".join(f"{key} {value:.3g}" for key, value in result.items())
         print(f"{name:<8} greedy, held out: {numbers}")
-        first = (config.run_dir / f"answers-{name}.jsonl").read_text(encoding="utf-8").splitlines()
-        for answer in map(json.loads, first[:3]):
+        answers = (config.run_dir / f"answers-{name}.jsonl").read_text(encoding="utf-8")
+        for answer in map(json.loads, answers.split("\n")[: min(3, int(result["items"]))]):
             print(f"         {answer['question']!r} -> {answer['answer']!r}")
     print(f"weights  {state['weights']}")
 
