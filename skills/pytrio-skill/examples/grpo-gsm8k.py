@@ -149,7 +149,8 @@ def read_jsonl(path: Path) -> list[Row]:
     """Rows of a file, no question twice."""
     rows: dict[str, Row] = {}
     try:
-        lines = path.read_text(encoding="utf-8-sig").splitlines()
+        # Not splitlines(): JSON strings may hold other line separators.
+        lines = path.read_text(encoding="utf-8-sig").split("\n")
     except (OSError, UnicodeDecodeError) as error:
         stop(f"cannot read {path} ({error}); --data takes gsm8k, sample or a .jsonl file")
     for number, line in enumerate(lines, start=1):
