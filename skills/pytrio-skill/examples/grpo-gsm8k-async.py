@@ -12,7 +12,8 @@ next step sample before that update is done; `rollout/lag` says how many updates
 
 Dry run (free, offline):  python scripts/dryrun.py run examples/grpo-gsm8k-async.py -- --data sample
 On the cloud (billed):    PYTRIO_API_KEY=... python examples/grpo-gsm8k-async.py
-Expected in the dry run:  TODO
+Expected in the dry run:  reward 0.55 to 0.97 (last five of 14 steps), held-out accuracy 0.84 to
+                          1.00, about 30 s on one core; with ppo and staleness 1 to 0.95
 An interrupted run continues when the same command is given again.
 """
 
@@ -102,7 +103,7 @@ class Config:
 
 
 # What `--data sample` replaces; a flag on the command line still wins.
-SAMPLE: dict[str, Any] = {"steps": 16, "prompts_per_step": 8, "learning_rate": 2e-4}
+SAMPLE: dict[str, Any] = {"steps": 14, "prompts_per_step": 8, "learning_rate": 3e-4}
 SAMPLE |= {"max_tokens": 72, "eval_rows": 64, "save_every": 4}
 # What may differ when a run is resumed; any other change makes it another run.
 FREE_TO_CHANGE = {"steps", "save_every", "run_dir", "fresh", "swanlab", "check_reward", "eval_base"}
@@ -153,7 +154,8 @@ def read_jsonl(path: Path) -> list[Row]:
     """Rows of a file, no question twice."""
     rows: dict[str, Row] = {}
     try:
-        lines = path.read_text(encoding="utf-8-sig").splitlines()
+        # Not splitlines(): JSON strings may hold other line separators.
+        lines = path.read_text(encoding="utf-8-sig").split("\n")
     except (OSError, UnicodeDecodeError) as error:
         stop(f"cannot read {path} ({error}); --data takes gsm8k, sample or a .jsonl file")
     for number, line in enumerate(lines, start=1):

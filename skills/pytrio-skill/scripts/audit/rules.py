@@ -345,6 +345,13 @@ RULES: dict[str, Rule] = {
             "divisor.",
         ),
         _rule(
+            "A12-dro-prompt",
+            "warning",
+            "dro data have active targets that were not sampled",
+            "Set the targets of prompt and observations to -100: dro pulls on `logprobs` there even "
+            "with an advantage of 0.",
+        ),
+        _rule(
             "A12-placeholder",
             "info",
             "prompt targets count as active tokens",
@@ -528,6 +535,7 @@ CHECKS: tuple[Callable[[Joined], Iterator[Hit]], ...] = (
     rules_tokens.check_template,
     rules_tokens.check_preference_tokens,
     rules_tokens.check_sampled,
+    rules_tokens.check_dro_prompts,
     rules_tokens.check_placeholders,
     rules_rollouts.check_lag,
     rules_rollouts.check_old_completions,

@@ -61,13 +61,16 @@ def check_nothing_trained(joined: Joined) -> Iterator[Hit]:
     trace = joined.trace
     if not trace.runs or trace.steps or any(call.is_backward for call in trace.calls):
         return
-    groups = [r for r in trace.requests if len(r.sequences) > 1 and not r.is_score]
-    if groups:
-        yield Hit(
-            "A10-nothing-trained",
-            f"{plural(len(groups), 'group')} of completions were sampled and no training call was "
-            "made: was every group degenerate?",
-        )
+    groups = joined.groups
+    if not groups:
+        return
+    largest = max(len(group.members) for group in groups)
+    reason = "was every group degenerate?" if largest > 1 else "a group of one has no baseline"
+    yield Hit(
+        "A10-nothing-trained",
+        f"{plural(len(groups), 'prompt')} with up to {plural(largest, 'completion')} were sampled "
+        f"and no training call was made: {reason}",
+    )
 
 
 def check_saves(joined: Joined) -> Iterator[Hit]:

@@ -189,6 +189,8 @@ def reference_hits(joined: Joined, paired: list) -> Iterator[Hit]:
                 kind = "trained"
             elif key in forwards:
                 kind = "good" if forwards[key].steps_before == 0 else "trained"
+            elif joined.trace.runs[call.run].source:
+                continue  # resumed: the reference may have been scored by an earlier process
             else:
                 kind = "unknown"
             scored[kind] += 1

@@ -490,6 +490,26 @@ def scores_of(joined: Joined, datum: Datum) -> np.ndarray | None:
     return values
 
 
+def check_dro_prompts(joined: Joined) -> Iterator[Hit]:
+    """dro's distance to `logprobs` counts wherever a target is active, whatever the advantage."""
+    gathered, total = Gathered(), 0
+    for call in joined.policy_calls:
+        if call.loss != "dro":
+            continue
+        for datum in call.data:
+            total += 1
+            foreign = (datum.targets != IGNORED_TARGET) & (joined.match(datum).owner < 0)
+            if foreign.any() and joined.match(datum).is_sampled:
+                first = int(np.flatnonzero(foreign)[0])
+                gathered.add(
+                    "A12-dro-prompt", target_place(call, datum, first, joined.decoder(call))
+                )
+    yield from gathered.hits(
+        {"A12-dro-prompt": "{data} of {total} for dro have active targets that were not sampled"},
+        total,
+    )
+
+
 def check_placeholders(joined: Joined) -> Iterator[Hit]:
     """Prompt targets of 0 count as active tokens, targets of -100 do not."""
     active = signal = 0

@@ -64,4 +64,5 @@ def check_files(paths: list[Path], as_json: bool) -> int:
 
 
 def counted(number: int, noun: str) -> str:
+    """`1 file`, `2 files`."""
     return f"{number} {noun}" + ("" if number == 1 else "s")

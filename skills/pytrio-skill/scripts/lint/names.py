@@ -77,6 +77,7 @@ ADVICE = {
 
 @functools.cache
 def sdk() -> ModuleType:
+    """The installed pytrio."""
     import pytrio
 
     return pytrio
@@ -84,6 +85,7 @@ def sdk() -> ModuleType:
 
 @functools.cache
 def swanlab() -> ModuleType | None:
+    """The installed SwanLab, None where it is missing."""
     try:
         import swanlab as package
     except ImportError:
@@ -92,6 +94,7 @@ def swanlab() -> ModuleType | None:
 
 
 def is_sdk_class(value: object) -> bool:
+    """A class of pytrio or of SwanLab."""
     return inspect.isclass(value) and value.__module__.split(".")[0] in ("pytrio", "swanlab")
 
 
@@ -125,6 +128,7 @@ def attributes_of(cls: type) -> frozenset[str]:
 
 @functools.cache
 def future_class() -> type:
+    """The class of what synchronous methods give."""
     return sdk().types.APIFuture
 
 
@@ -139,6 +143,7 @@ def method_of(cls: type, name: str) -> Any:
 
 @functools.cache
 def signature_of(function: Any) -> inspect.Signature | None:
+    """The signature of a function, None where Python cannot tell."""
     try:
         return inspect.signature(function)
     except (TypeError, ValueError):
@@ -187,6 +192,7 @@ def loss_keys() -> dict[str, frozenset[str]]:
 
 @functools.cache
 def required_loss_keys() -> dict[str, frozenset[str]]:
+    """Loss -> the keys of `loss_fn_inputs` that it cannot do without."""
     from pytrio.client import training_batch
 
     return {str(k): frozenset(v) for k, v in training_batch.LOSS_INPUT_SCHEMAS.items()}
@@ -247,6 +253,7 @@ def settings_in(entry: ast.expr) -> frozenset[str]:
 
 @functools.cache
 def checkpoint_name() -> re.Pattern[str] | None:
+    """The SDK's own pattern of a checkpoint name, None when this release has none."""
     try:
         from pytrio.client.builders.training import CHECKPOINT_NAME_PATTERN
     except ImportError:
@@ -286,6 +293,7 @@ def swanlab_init_keywords() -> frozenset[str]:
 
 
 def module_exists(name: str) -> bool:
+    """Can a module of that name be imported."""
     try:
         return importlib.util.find_spec(name) is not None
     except (ImportError, AttributeError, ValueError):
@@ -293,6 +301,7 @@ def module_exists(name: str) -> bool:
 
 
 def is_public_module(name: str) -> bool:
+    """A module whose names the SDK documents."""
     return name in ("pytrio", "pytrio.types")
 
 

@@ -7,8 +7,9 @@ import typing
 from collections.abc import Iterator
 
 from lint import names
-from lint.flow import Code, Hit, has_stars, keyword_of, last_name
+from lint.flow import Code, Hit
 from lint.rules_sdk import dotted_origin
+from lint.syntax import has_stars, keyword_of, last_name
 
 # -- C11: boxed answers ----------------------------------------------------------------------------
 
@@ -37,6 +38,7 @@ def boxed_patterns(code: Code) -> Iterator[Hit]:
 
 
 def nested_box(call: ast.Call, pattern: str) -> Iterator[Hit]:
+    """A pattern whose group ends at the first closing brace."""
     # A method of a compiled pattern: the compilation is reported.
     if not call.args or not isinstance(call.args[0], (ast.Constant, ast.Name, ast.Attribute)):
         return
@@ -86,6 +88,7 @@ def pattern_of(code: Code, call: ast.Call) -> str | None:
 
 
 def first_is_taken(parent: ast.AST | None) -> bool:
+    """Is the node `x[0]`."""
     return (
         isinstance(parent, ast.Subscript)
         and isinstance(parent.slice, ast.Constant)
@@ -154,6 +157,7 @@ def runs_foreign_code(code: Code, call: ast.Call) -> bool:
 
 
 def process_hits(code: Code, call: ast.Call) -> Iterator[Hit]:
+    """A process that inherits the environment, or has no time limit."""
     if has_stars(call) and any(k.arg is None for k in call.keywords):
         return
     environment = keyword_of(call, "env")
@@ -176,6 +180,7 @@ def process_hits(code: Code, call: ast.Call) -> Iterator[Hit]:
 
 
 def inherits(code: Code, environment: ast.expr | None) -> bool:
+    """Does a process with this `env` get our environment."""
     if environment is None:
         return True
     if isinstance(environment, ast.Constant):
@@ -200,6 +205,7 @@ def inherits(code: Code, environment: ast.expr | None) -> bool:
 
 
 def rewards_exit_code(code: Code, node: ast.Compare) -> bool:
+    """Does a comparison with an exit code alone become the reward."""
     if not (
         isinstance(node.left, ast.Attribute)
         and node.left.attr == "returncode"
@@ -316,6 +322,7 @@ def swanlab_function(code: Code, call: ast.Call) -> str:
 
 
 def init_hits(code: Code, call: ast.Call) -> Iterator[Hit]:
+    """Keywords that `swanlab.init` ignores, and a project name or mode that it refuses."""
     known = names.swanlab_init_keywords()
     for keyword in call.keywords:
         if keyword.arg is not None and keyword.arg not in known:
@@ -356,6 +363,7 @@ def literal_values(function: typing.Any, parameter: str) -> set[str]:
 
 
 def step_problem(code: Code, step: ast.expr | None) -> str:
+    """What a step is instead of a whole number of Python; empty when nothing is wrong."""
     if step is None:
         return ""
     if isinstance(step, ast.BinOp) and isinstance(step.op, ast.Div):

@@ -5,12 +5,11 @@ import re
 from collections.abc import Iterator
 
 from lint import names
-from lint.flow import (
+from lint.flow import Code, Hit
+from lint.rules_loop import training_samples
+from lint.rules_sdk import dict_literals, dotted_origin, has_custom_loss
+from lint.syntax import (
     COMPREHENSIONS,
-    UNKNOWN,
-    Code,
-    Hit,
-    Values,
     argument_of,
     dotted,
     is_false,
@@ -19,8 +18,7 @@ from lint.flow import (
     names_in,
     words_in,
 )
-from lint.rules_loop import training_samples
-from lint.rules_sdk import dict_literals, dotted_origin, has_custom_loss
+from lint.values import UNKNOWN, Values
 
 # -- C01, C02: keys of loss_fn_inputs --------------------------------------------------------------
 
@@ -79,6 +77,7 @@ def add_later_keys(code: Code, name: ast.Name, keys: dict[str, ast.expr]) -> boo
 
 
 def is_datum(code: Code, call: ast.Call) -> bool:
+    """Does the call make a Datum."""
     values = code.values(call.func)
     return any(v.kind == "class" and v.of.__name__ == "Datum" for v in values)
 
@@ -224,6 +223,7 @@ def reencoded_text(code: Code) -> Iterator[Hit]:
 
 
 def is_end_token(node: ast.AST) -> bool:
+    """Does the expression speak of the token that ends a turn."""
     text = ast.unparse(node).lower()
     return bool(
         re.search(r"\bend\b|eos|im_end|end_of_turn|end_token|stop_id|end_id|stop_token", text)
@@ -266,6 +266,7 @@ def text_borders(code: Code) -> Iterator[Hit]:
 
 
 def length_is_used(code: Code, call: ast.Call) -> bool:
+    """Is the length of a call's result taken."""
     parent: ast.AST | None = code.parents.get(call)
     while isinstance(parent, (ast.Attribute, ast.Subscript)):
         parent = code.parents.get(parent)
@@ -309,6 +310,7 @@ def starts_with(code: Code, text: ast.expr, name: str) -> bool:
 
 
 def template_calls(code: Code) -> list[ast.Call]:
+    """Every call of `apply_chat_template`."""
     return [
         call
         for call in code.calls
@@ -351,6 +353,7 @@ def template_results(code: Code) -> Iterator[Hit]:
 
 
 def reads_input_ids(code: Code, call: ast.Call) -> bool:
+    """Are the ids taken out of the dict that a call gives, or the dict passed on as keywords."""
     parent = code.parents.get(call)
     uses: list[ast.AST | None] = [parent]
     if isinstance(parent, ast.Assign) and isinstance(parent.targets[0], ast.Name):
@@ -459,6 +462,7 @@ def tensor_conversions(code: Code) -> Iterator[Hit]:
 
 
 def is_tensor_data(values: Values) -> bool:
+    """Is this a TensorData for sure."""
     return bool(values) and all(
         v.kind == "instance" and v.of.__name__ == "TensorData" for v in values
     )
@@ -479,7 +483,7 @@ def tail_cuts(code: Code) -> Iterator[Hit]:
         cut = node.slice
         if cut.lower is not None or cut.step is not None or not isinstance(node.ctx, ast.Load):
             continue
-        if not is_limit(code, cut.upper) or code.function_of(node) not in builders:
+        if not is_limit(cut.upper) or code.function_of(node) not in builders:
             continue
         parent = code.parents.get(node)
         if isinstance(parent, ast.BinOp) and isinstance(parent.op, ast.Add):
@@ -502,13 +506,15 @@ def tail_cuts(code: Code) -> Iterator[Hit]:
                 )
 
 
-def is_limit(code: Code, node: ast.AST | None) -> bool:
+def is_limit(node: ast.AST | None) -> bool:
+    """A name of a limit, or a number that can only be one."""
     if isinstance(node, (ast.Name, ast.Attribute)):
         return bool(LIMIT.search(last_name(node).lower()))
     return isinstance(node, ast.Constant) and isinstance(node.value, int) and node.value >= 64
 
 
 def is_whole_sequence(code: Code, node: ast.expr) -> bool:
+    """Does the expression hold the answer too, not the prompt alone."""
     if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add):
         return True
     if not isinstance(node, ast.Name):
@@ -597,6 +603,7 @@ def slices_by_index(loop: ast.For) -> bool:
 
 
 def unseeded_shuffles(code: Code) -> Iterator[Hit]:
+    """A global shuffle inside a loop, without a seed."""
     for call in code.calls:
         function = dotted_origin(code, call.func)
         if function not in ("random.shuffle", "numpy.random.shuffle") or not call.args:

@@ -5,14 +5,12 @@ import re
 from collections.abc import Iterator
 
 from lint import names
-from lint.flow import (
+from lint.flow import Code, Hit
+from lint.scopes import Binding
+from lint.syntax import (
     COMPREHENSIONS,
     LOOPS,
-    UNKNOWN,
-    Binding,
-    Code,
-    Hit,
-    Value,
+    argument_for,
     argument_of,
     dotted,
     keyword_of,
@@ -20,6 +18,7 @@ from lint.flow import (
     names_in,
     words_in,
 )
+from lint.values import UNKNOWN, Value
 
 EVALUATION = re.compile(r"eval|valid|test|bench|greedy|demo|probe|ask|chat", re.IGNORECASE)
 
@@ -112,6 +111,7 @@ def tempered_rollouts(code: Code) -> Iterator[Hit]:
 
 
 def law_problem(code: Code, made: ast.Call) -> str:
+    """A setting that changes the distribution; empty when there is none."""
     checks = {
         "temperature": lambda v: v != 1,
         "top_p": lambda v: v < 1,
@@ -200,6 +200,7 @@ def varies(code: Code, node: ast.AST, loop: ast.AST, depth: int) -> bool:
 
 
 def binding_varies(code: Code, binding: Binding, loop: ast.AST, depth: int) -> bool:
+    """Does a binding give its name another value on each turn of a loop."""
     node = binding.node
     if binding.how == "value" and not binding.path:
         return varies(code, node, loop, depth + 1)
@@ -216,7 +217,7 @@ def binding_varies(code: Code, binding: Binding, loop: ast.AST, depth: int) -> b
         if escapes or not calls or argument is None:
             return True
         is_method = isinstance(code.parents.get(node), ast.ClassDef)
-        given = [code.argument_for(call, node, argument, is_method) for call in calls]
+        given = [argument_for(call, node, argument, is_method) for call in calls]
         return any(g is None or varies(code, g, loop, depth + 1) for g in given)
     return True
 
@@ -312,6 +313,7 @@ def unsafe_advantages(code: Code) -> Iterator[Hit]:
 
 
 def is_bare_deviation(code: Code, node: ast.expr) -> bool:
+    """A standard deviation to which nothing is added and that nothing guards."""
     if isinstance(node, ast.Call):
         return last_name(node.func) in DEVIATION_CALLS
     if not isinstance(node, ast.Name):
@@ -377,6 +379,7 @@ def tests_mention(function: ast.AST, involved: set[str]) -> bool:
 
 
 def compares_advantage_with_zero(node: ast.Compare) -> bool:
+    """Is the node `advantage != 0`."""
     return (
         len(node.ops) == 1
         and isinstance(node.ops[0], ast.NotEq)
@@ -387,6 +390,7 @@ def compares_advantage_with_zero(node: ast.Compare) -> bool:
 
 
 def becomes_mask(code: Code, node: ast.AST) -> bool:
+    """Does a comparison end in a mask or in weights, not only in a condition."""
     child: ast.AST = node
     for above in code.ancestors(node):
         if isinstance(above, (ast.If, ast.While, ast.Assert)) and above.test is child:
@@ -427,6 +431,7 @@ def filtered_data(code: Code, node: ast.AST) -> Iterator[Hit]:
 
 
 def is_datum_value(value: Value) -> bool:
+    """Is this a Datum."""
     return value.kind == "instance" and value.of.__name__ == "Datum"
 
 
@@ -606,6 +611,7 @@ def accumulated_steps(
 
 
 def innermost_loop(code: Code, node: ast.AST) -> ast.AST | None:
+    """The loop or comprehension around a node in its own function."""
     for above in code.ancestors(node):
         if isinstance(above, (ast.FunctionDef, ast.AsyncFunctionDef)):
             return None
@@ -615,6 +621,7 @@ def innermost_loop(code: Code, node: ast.AST) -> ast.AST | None:
 
 
 def loop_targets(loop: ast.AST) -> set[str]:
+    """The names that a loop binds."""
     if isinstance(loop, COMPREHENSIONS):
         return set().union(*(names_in(g.target) for g in loop.generators))
     return names_in(loop.target) if isinstance(loop, (ast.For, ast.AsyncFor)) else set()
@@ -663,6 +670,7 @@ def early_waits(code: Code, steps: list[ast.Call]) -> Iterator[Hit]:
 
 
 def position(node: ast.AST) -> tuple[int, int]:
+    """Where a node begins, to order nodes."""
     return (getattr(node, "lineno", 0), getattr(node, "col_offset", 0))
 
 
@@ -756,6 +764,7 @@ def sum_of_difference(code: Code, node: ast.expr, depth: int) -> ast.Call | None
 
 
 def is_clipped_ratio(code: Code, node: ast.expr) -> bool:
+    """A clamp around 1, or a name for one."""
     if isinstance(node, ast.Name):
         bindings = code.bindings(node)
         return (

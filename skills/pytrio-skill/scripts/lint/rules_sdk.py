@@ -8,27 +8,20 @@ from concurrent.futures import Future as ThreadFuture
 from typing import Any
 
 from lint import names
-from lint.flow import (
-    NONE,
-    UNKNOWN,
-    Code,
-    Hit,
-    Value,
-    argument_of,
-    dotted,
-    has_stars,
-    keyword_of,
-    last_name,
-)
+from lint.flow import Code, Hit
+from lint.syntax import argument_of, dotted, has_stars, keyword_of, last_name, own_nodes
+from lint.values import NONE, UNKNOWN, Value
 
 SUBMITTING = ("forward", "forward_backward", "forward_backward_custom", "optim_step")
 
 
 def method_name(origin: ast.Call | None) -> str:
+    """Name of the method that a call runs."""
     return last_name(origin.func) if origin is not None else ""
 
 
 def has_custom_loss(code: Code) -> bool:
+    """Does the file bring a loss of its own."""
     return bool(code.method_calls("forward_backward_custom"))
 
 
@@ -173,12 +166,14 @@ def holds_only_futures(code: Code, node: ast.AST) -> bool:
 
 
 def is_future_attribute(node: ast.AST) -> bool:
+    """Is a future asked for what futures have."""
     return isinstance(node, ast.Attribute) and (
         hasattr(names.future_class(), node.attr) or hasattr(ThreadFuture, node.attr)
     )
 
 
 def returns_future(code: Code, call: ast.Call) -> bool:
+    """Does a call give a future to be resolved."""
     values = code.values(call)
     if all(v.kind == "future" and v.origin is call for v in values):
         return True
@@ -198,6 +193,7 @@ def sdk_async_name(code: Code, call: ast.AST) -> str:
 
 
 def attributes(value: Value) -> frozenset[str]:
+    """Everything a value answers to."""
     return names.attributes_of(value.of)
 
 
@@ -222,7 +218,7 @@ def hidden_metrics(code: Code) -> Iterator[Hit]:
         for value in code.values(argument_of(call, "loss_fn", 1)):
             if value.kind != "local" or isinstance(value.of, ast.Lambda):
                 continue
-            for node in code.own_nodes(value.of):
+            for node in own_nodes(value.of):
                 if not (isinstance(node, ast.Return) and isinstance(node.value, ast.Tuple)):
                     continue
                 for table in node.value.elts[1:]:
@@ -237,6 +233,7 @@ def hidden_metrics(code: Code) -> Iterator[Hit]:
 
 
 def missing_imports(code: Code) -> Iterator[Hit]:
+    """Modules and names that pytrio does not have."""
     for node in code.imports("pytrio"):
         if isinstance(node, ast.Import):
             modules = [a.name for a in node.names if a.name.split(".")[0] == "pytrio"]
@@ -276,6 +273,7 @@ def missing_imports(code: Code) -> Iterator[Hit]:
 
 
 def missing_attributes(code: Code) -> Iterator[Hit]:
+    """Attributes that an object, class or module of the SDK does not have."""
     guarded = {
         str(call.args[1].value)
         for call in code.calls
@@ -304,6 +302,7 @@ def missing_attributes(code: Code) -> Iterator[Hit]:
 
 
 def lacks(value: Value, name: str) -> bool:
+    """Does a value of the SDK not have that attribute."""
     if name.startswith("__"):
         return False
     if value.kind == "instance":
@@ -327,6 +326,7 @@ def catches(code: Code, node: ast.AST, error: str) -> bool:
 
 
 def wrong_arguments(code: Code) -> Iterator[Hit]:
+    """Arguments that a class or function of the SDK does not take."""
     for call in code.calls:
         for value in code.values(call.func):
             if value.kind == "class" and value.of.__module__.startswith("pytrio"):
@@ -347,6 +347,7 @@ def wrong_arguments(code: Code) -> Iterator[Hit]:
 
 
 def receiver(call: ast.Call) -> ast.expr | None:
+    """`x` in `x.method(...)`."""
     return call.func.value if isinstance(call.func, ast.Attribute) else None
 
 
@@ -368,6 +369,7 @@ def wrong_fields(call: ast.Call, cls: Any) -> Iterator[Hit]:
 
 
 def unknown_fields(call: ast.Call, cls: Any) -> Iterator[Hit]:
+    """Keywords that are no fields of a model."""
     if cls.model_config.get("extra") != "forbid":
         return
     for keyword in call.keywords:
@@ -416,6 +418,7 @@ def wrong_call(call: ast.Call, function: Any, name: str, skip: int) -> Iterator[
 
 
 def missing_metrics(code: Code) -> Iterator[Hit]:
+    """Keys that the metrics of a result do not have, and reads of whatever comes first."""
     known = names.metric_keys()
     custom = has_custom_loss(code)
     for node in code.nodes:
@@ -505,10 +508,12 @@ def literal_keys(code: Code) -> Iterator[Hit]:
 
 
 def is_key_name(node: ast.expr) -> bool:
+    """Is the constant the name of a variable that holds an API key."""
     return isinstance(node, ast.Constant) and str(node.value).endswith("API_KEY")
 
 
 def is_secret(code: Code, node: ast.expr | None) -> bool:
+    """Is this a text that may be an API key."""
     if not (isinstance(node, (ast.Constant, ast.Name))):
         return False
     if isinstance(node, ast.Name) and re.fullmatch(r"(\w*_)?api_?key", node.id, re.IGNORECASE):
@@ -540,6 +545,7 @@ def unknown_settings(code: Code) -> Iterator[Hit]:
 
 
 def unlimited_samples(code: Code) -> Iterator[Hit]:
+    """Rollouts without `max_tokens`."""
     fix = "pass SamplingParams(max_tokens=...): without it the request is refused"
     seen = set()
     for call in code.method_calls("sample"):
@@ -552,7 +558,7 @@ def unlimited_samples(code: Code) -> Iterator[Hit]:
             made = value.origin
             if value.kind != "instance" or made is None or made in seen or has_stars(made):
                 continue
-            if value.of.__name__ != "SamplingParams" or changes_later(code, made):
+            if value.of.__name__ != "SamplingParams" or max_tokens_is_set_later(code):
                 continue
             limit = keyword_of(made, "max_tokens")
             if limit is None or (isinstance(limit, ast.Constant) and limit.value is None):
@@ -560,7 +566,7 @@ def unlimited_samples(code: Code) -> Iterator[Hit]:
                 yield Hit(made, "these SamplingParams have no max_tokens", fix)
 
 
-def changes_later(code: Code, made: ast.Call) -> bool:
+def max_tokens_is_set_later(code: Code) -> bool:
     """`params.max_tokens = n` somewhere: then the construction says nothing."""
     return any(
         isinstance(node, ast.Attribute)
@@ -571,6 +577,7 @@ def changes_later(code: Code, made: ast.Call) -> bool:
 
 
 def unknown_loss_settings(code: Code) -> Iterator[Hit]:
+    """Keys of `loss_fn_config` that no loss used here reads, and a threshold that is no ratio."""
     calls = code.method_calls("forward", "forward_backward")
     if not any(argument_of(call, "loss_fn_config", 2) is not None for call in calls):
         return
@@ -655,6 +662,7 @@ def checkpoint_names(code: Code) -> Iterator[Hit]:
 
 
 def code_signature(method: str) -> inspect.Signature | None:
+    """The signature of a training client's method."""
     return names.signature_of(names.method_of(names.sdk().TrainingClient, method))
 
 
