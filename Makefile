@@ -17,7 +17,7 @@ test: $(VENV)/.ready-dev
 	$(BIN)/python -m pytest
 
 test-slow: $(VENV)/.ready-dev
-	$(BIN)/python -m pytest -m slow
+	$(BIN)/python -m pytest -m slow -n 2
 
 mutation: $(VENV)/.ready-dev
 	$(BIN)/python tests/mutants/run.py

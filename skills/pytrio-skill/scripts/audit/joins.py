@@ -132,6 +132,14 @@ class Joined:
                 return earlier[-1]
         return -1
 
+    def first_turn(self, index: int) -> int:
+        """The completion with which the conversation of a completion began."""
+        seen = set()
+        while self.parents[index] >= 0 and index not in seen:
+            seen.add(index)
+            index = self.parents[index]
+        return index
+
     def root(self, index: int) -> int:
         """The first turn of the conversation that a sequence belongs to, as far as it is trained: a
         sampled question that is never trained is a prompt like any other."""

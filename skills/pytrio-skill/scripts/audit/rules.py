@@ -348,8 +348,8 @@ RULES: dict[str, Rule] = {
             "A12-dro-prompt",
             "warning",
             "dro data have active targets that were not sampled",
-            "Set the targets of prompt and observations to -100: dro pulls on `logprobs` there even "
-            "with an advantage of 0.",
+            "Set the targets of prompt and observations to -100: dro pulls on `logprobs` there "
+            "even with an advantage of 0.",
         ),
         _rule(
             "A12-placeholder",

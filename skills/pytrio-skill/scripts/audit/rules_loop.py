@@ -200,8 +200,15 @@ def check_sequential_sampling(joined: Joined) -> Iterator[Hit]:
     """First turns on one sampler that never overlap in time."""
     by_sampler: dict[str, list[Request]] = defaultdict(list)
     later_turns = {request.number for request, _, _ in broken_turns(joined)}
+    conversations: dict[str, set[int]] = defaultdict(set)
     for request in joined.trace.requests:
-        if joined.parent_of[request.number] < 0 and request.number not in later_turns:
+        parent = joined.parent_of[request.number]
+        if parent >= 0:
+            # Later turns of one conversation wait for each other; those of several need not.
+            name = f"turn {request.sampler.id}"
+            by_sampler[name].append(request)
+            conversations[name].add(joined.first_turn(parent))
+        elif request.number not in later_turns:
             kind = "score" if request.is_score else "sample"
             by_sampler[f"{kind} {request.sampler.id}"].append(request)
     slow: dict[str, int] = defaultdict(int)
@@ -209,11 +216,9 @@ def check_sequential_sampling(joined: Joined) -> Iterator[Hit]:
     for name, requests in by_sampler.items():
         kind, _, sampler = name.partition(" ")
         # Evaluations beside a training loop are another matter.
-        if (
-            kind == "sample"
-            and joined.training_samplers
-            and sampler not in joined.training_samplers
-        ):
+        if kind != "score" and joined.training_samplers and sampler not in joined.training_samplers:
+            continue
+        if kind == "turn" and len(conversations[name]) < 3:
             continue
         if len(requests) < (3 if joined.training_samplers else 4):
             continue
@@ -223,7 +228,7 @@ def check_sequential_sampling(joined: Joined) -> Iterator[Hit]:
         slow[kind] += overlaps == 0
     for kind, count in slow.items():
         if count and count >= SHARE_OF_STEPS * all_of[kind]:
-            what = "compute_logprobs calls" if kind == "score" else "prompts"
+            what = {"score": "compute_logprobs calls", "turn": "later turns"}.get(kind, "prompts")
             yield Hit(
                 "A13-one-at-a-time",
                 f"on {count} of {plural(all_of[kind], 'sampling client')} the {what} were sent one "
