@@ -14,7 +14,7 @@ demo: $(VENV)/.ready
 	$(DRYRUN) run $(SKILL)/examples/quickstart_sft.py
 
 test: $(VENV)/.ready-dev
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n 2
 
 test-slow: $(VENV)/.ready-dev
 	$(BIN)/python -m pytest -m slow -n 2
