@@ -263,13 +263,14 @@ def dpo(
     change: Callable[[list[Row]], list[Row]] = list,
     scored: Callable[[Row], Ids] = lambda row: row.whole,
     reference: Callable[[Story, str], Any] = lambda story, run: story.sampler(),
+    question: Callable[[Story], Ids] = Story.question,
 ) -> None:
     """Preference pairs, chosen before rejected, with a reference that scores the trained ids."""
     run = story.training_run()
     for step in range(steps):
         rows = []
         for _ in range(pairs):
-            prompt = story.question()
+            prompt = question(story)
             rows.append(supervised_row(prompt, story.answer()))
             rows.append(supervised_row(rejected_prompt(prompt), story.answer()))
         rows = change(rows)
@@ -436,6 +437,34 @@ def best_of_all(story: Story) -> None:
         rows = [supervised_row(best.prompt, best.tokens) for best, *_ in groups[i : i + 3]]
         policy_step(story, run, rows, "cross_entropy")
     story.save(run, "final")
+
+
+def asked_twice(story: Story) -> Ids:
+    """A history without the answer to its first question."""
+    return encode("<|im_start|>user\n") + story.words(4) + encode("<|im_end|>\n") + story.question()
+
+
+def question_with_system(story: Story) -> Ids:
+    return encode(turn("system", "be short")) + story.question()
+
+
+def asked_with_system(prompt: Callable[[Story], Ids], story: Story) -> None:
+    """Supervised data, and three questions behind a system message."""
+    sft(story, prompt=prompt)
+    sampler = story.sampler()
+    for _ in range(3):
+        story.sample(sampler, question_with_system(story), 1, {"temperature": 0.0})
+
+
+def never_emptied(story: Story) -> None:
+    """The list of data grows from step to step."""
+    rows: list[Row] = []
+
+    def batch(story: Story, sampler: SamplerState) -> list[Row]:
+        rows.extend(rewarded(sampled(story, sampler)))
+        return list(rows)
+
+    policy_loop(story, batch)
 
 
 def asked_after(tell: Tell, story: Story) -> None:
@@ -1061,6 +1090,24 @@ CASES: dict[str, Case] = {
         r"^8 data of 8 train text after the end of a turn",
         {"call": 1, "datum": 0, "text": r"<\|im_end\|>>>\\n<<$"},
     ),
+    "A04-open-think": Case(
+        partial(sft, prompt=question_to_think),
+        partial(sft, prompt=question_to_think, answer=thought),
+        r"^8 data of 8 train an answer inside a think block",
+        {"call": 1, "datum": 0, "text": r"<think>\\n>>"},
+    ),
+    "A04-roles": Case(
+        partial(sft, prompt=asked_twice),
+        partial(conversations),
+        r"^in 8 data of 8 two turns of one role follow each other",
+        {"call": 1, "datum": 0, "text": r">><\|im_start\|><<user"},
+    ),
+    "A04-first-turn": Case(
+        partial(asked_with_system, Story.question),
+        partial(asked_with_system, question_with_system),
+        r"^all 3 sampling prompts begin with '<\|im_start\|>system",
+        {"call": 1, "datum": 0, "position": 0},
+    ),
     "A04-padding": Case(
         partial(sft, change=padded_behind),
         partial(sft, row=with_silent_newline),
@@ -1091,6 +1138,12 @@ CASES: dict[str, Case] = {
         partial(best_of_n, renew=False),
         best_of_n,
         r"asked for at 4 different optimiser steps, from weights up to 3 steps old$",
+    ),
+    "A05-trained-again": Case(
+        never_emptied,
+        grpo,
+        r"^12 completions of earlier steps are trained again beside new ones \(one of step 1 at ",
+        {"call": 2, "datum": 0},
     ),
     "A05-lag": Case(
         one_behind, one_ahead, r"^completions were sampled by weights one optimiser step old \(lag"
@@ -1291,6 +1344,16 @@ CASES: dict[str, Case] = {
         partial(dpo, change=weigh(partial(newline_behind, 0.0))),
         r"^12 data of 12 train text after the end of a turn",
     ),
+    "A16-open-think": Case(
+        partial(dpo, question=question_to_think),
+        dpo,
+        r"^12 data of 12 train an answer inside a think block",
+    ),
+    "A16-roles": Case(
+        partial(dpo, question=asked_twice),
+        dpo,
+        r"^in 12 data of 12 two turns of one role follow each other",
+    ),
     "A16-padding": Case(
         partial(dpo, change=weigh(padded_behind)),
         partial(dpo, change=weigh(partial(newline_behind, 0.0))),
@@ -1354,7 +1417,7 @@ CASES: dict[str, Case] = {
         partial(refusing, 503, "sampler unavailable"),
         r"^the faults sample_503 struck 1 time; the first: invalid_request$",
     ),
-    "A20-incomplete": Case(incomplete, sft, r"^the recording breaks off"),
+    "A20-incomplete": Case(incomplete, sft, r"^the recording has no end"),
     "A21-not-extended": Case(
         partial(tools, next_prompt=rendered_again, data=behind_last_prompt),
         tools,
@@ -1365,6 +1428,11 @@ CASES: dict[str, Case] = {
         lambda s: loop(s, partial(train, learning_rate=0.0)),
         lambda s: loop(s, partial(train, learning_rate=0.0), train),
         r"^the learning rate is 0 in every step$",
+    ),
+    "A22-learning-rate-gaps": Case(
+        lambda s: loop(s, *[partial(train, learning_rate=rate) for rate in (1e-4, 0.0, 1e-4)]),
+        lambda s: loop(s, *[partial(train, learning_rate=rate) for rate in (0.0, 1e-4, 0.0)]),
+        r"^the learning rate is 0 at 1 of 3 steps, one of them 2$",
     ),
     "A22-learning-rate-high": Case(
         lambda s: loop(s, partial(train, learning_rate=0.02)),

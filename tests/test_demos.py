@@ -129,3 +129,60 @@ def test_forced_tokens_keep_every_invariant(backend_factory, tmp_path: Path) -> 
     backend.stop()
     summary = json.loads((backend.record / "summary.json").read_text(encoding="utf-8"))
     assert summary["notes"] == ["--demo line 4: its `when` matched no prompt"]
+
+
+DEMONSTRATED = """
+import pytrio as trio
+
+training = trio.ServiceClient().create_lora_training_client("Qwen/Qwen3.5-4B", rank=4)
+tokenizer = training.get_tokenizer()
+text = tokenizer.apply_chat_template(
+    [{"role": "user", "content": "Which word opens harbour nine?"}],
+    tokenize=False,
+    add_generation_prompt=True,
+    enable_thinking=False,
+)
+prompt = tokenizer.encode(text, add_special_tokens=False)
+for step in range(2):
+    sampler = training.save_weights_and_get_sampling_client()
+    params = trio.SamplingParams(max_tokens=24, temperature=1.0)
+    sequences = sampler.sample(trio.ModelInput.from_ints(prompt), 8, params).result().sequences
+    rewards = [float("velvet anchor" in s.text) for s in sequences]
+    mean = sum(rewards) / len(rewards)
+    assert 0 < mean < 1
+    before = [0.0] * (len(prompt) - 1)
+    data = [
+        trio.Datum(
+            model_input=trio.ModelInput.from_ints(prompt + s.tokens[:-1]),
+            loss_fn_inputs={
+                "target_tokens": prompt[1:] + s.tokens,
+                "logprobs": before + s.logprobs,
+                "advantages": before + [reward - mean] * len(s.tokens),
+            },
+        )
+        for s, reward in zip(sequences, rewards)
+    ]
+    backward = training.forward_backward(data, loss_fn="importance_sampling")
+    update = training.optim_step(trio.AdamParams(learning_rate=1e-4))
+    backward.result(), update.result()
+training.save_state("end").result()
+"""
+
+
+def test_a_right_loop_on_demonstrations_is_clean(tmp_path: Path) -> None:
+    """Equal completions are what demonstrations give: the audit does not hold them against it."""
+    script = tmp_path / "loop.py"
+    script.write_text(DEMONSTRATED, encoding="utf-8")
+    demo = demo_file(
+        tmp_path, {"say": "velvet anchor", "p": 0.5}, {"say": "I do not know.", "p": 0.5}
+    )
+    done = subprocess.run(
+        [sys.executable, str(DRYRUN), "run", "--demo", str(demo), str(script)],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=180,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "audit   clean: 0 errors, 0 warnings" in done.stderr, done.stderr

@@ -15,6 +15,7 @@ audit or the check found errors, 3 usage, 130 Ctrl-C.
 """
 
 import argparse
+import errno
 import json
 import os
 import platform
@@ -227,8 +228,9 @@ def run(options: argparse.Namespace) -> int:
     signal.signal(signal.SIGTERM, interrupt)
     try:
         record.mkdir(parents=True, exist_ok=True)
+        (record / "backend.log").write_bytes(b"")
     except OSError as error:
-        stop(f"--record {record}: cannot make the folder: {error.strerror}")
+        stop(f"--record {record}: cannot write there: {error.strerror}")
     with Backend(options, record, key) as backend:
         environment = script_environment(backend.url, key, record / "sdk-home", Path.home())
         command = [sys.executable, str(script), *options.arguments]
@@ -339,6 +341,13 @@ def audit_recording(
         text, result = audit(path, accepted, budget, sessions)
     except TraceError as error:
         stop(str(error))
+    unused = [
+        name
+        for name in accepted
+        if not any(name in (f["name"], f["code"]) for f in result["findings"])
+    ]
+    if unused:
+        say(f"--accept {', '.join(unused)}: nothing of the kind was found")
     print(text, file=out, flush=True)
     folder = path if path.is_dir() else path.parent
     try:
@@ -382,7 +391,7 @@ def rules(options: argparse.Namespace) -> int:
         for rule in AUDIT_RULES.values()
     ]
     lines += [f"{rule.code:<26} {rule.severity:<8} {rule.meaning}" for rule in LINT_RULES]
-    chosen = [line for line in lines if line.startswith(options.code.upper())]
+    chosen = [line for line in lines if line.lower().startswith(options.code.lower())]
     if not chosen:
         stop(f"no rule {options.code!r}; rules are named such as A05 or C07")
     print("\n".join(chosen))
@@ -539,14 +548,21 @@ def share(text: str) -> float:
     return value
 
 
+def folder(text: str) -> Path:
+    """A type of argparse: the path of a folder; an empty one would be the current folder."""
+    if not text.strip():
+        raise argparse.ArgumentTypeError("takes the path of a folder, got nothing")
+    return Path(text)
+
+
 def add_backend_options(parser: argparse.ArgumentParser, respell: float) -> None:
     add = parser.add_argument
     add("--port", type=number(0, 65535), default=0, help="port on 127.0.0.1 (default: a free one)")
     add(
-        "--store", type=Path, default=Path(".trio-local/checkpoints"),
+        "--store", type=folder, default=Path(".trio-local/checkpoints"),
         help="folder of the checkpoints; outlives the backend (default: %(default)s)",
     )  # fmt: skip
-    add("--record", type=Path, help="folder of the recording (default: .trio-local/runs/TIME)")
+    add("--record", type=folder, help="folder of the recording (default: .trio-local/runs/TIME)")
     add(
         "--model", action="append", default=[], metavar="NAME=KIND",
         help="serve a name by a kind; NAME may be *; see the command models",
@@ -595,7 +611,7 @@ def parser_of_commands() -> argparse.ArgumentParser:
     runner.add_argument("script", help="the Python file to run")
     runner.set_defaults(call=run)
     auditor = commands.add_parser("audit", help="audit the recording of an earlier run")
-    auditor.add_argument("recording", type=Path, help="the folder that run named, or its trace")
+    auditor.add_argument("recording", type=folder, help="the folder that run named, or its trace")
     auditor.add_argument(
         "--session", type=number(1), action="append", default=[], metavar="N",
         help="only the N-th session: a script opens one with each ServiceClient; may be repeated",
@@ -628,10 +644,23 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options.arguments = given[border + 1 :]
     if options.arguments and options.command != "run":
         stop(f"{options.command} takes nothing after `--`; only run passes arguments on")
+    for stream in (sys.stdout, sys.stderr):
+        # A terminal or pipe of another encoding shows escapes instead of ending us.
+        stream.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]
     try:
-        return options.call(options)
+        code = options.call(options)
+        sys.stdout.flush()
+        return code
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return EXIT_SCRIPT_FAILED
+    except OSError as error:
+        if error.errno != errno.ENOSPC:
+            raise
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        stop(f"cannot write the output: {error.strerror}", EXIT_SCRIPT_FAILED)
 
 
 if __name__ == "__main__":

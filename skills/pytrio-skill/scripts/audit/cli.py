@@ -18,11 +18,12 @@ def parse_accepted(texts: Sequence[str]) -> dict[str, str]:
     accepted = {}
     for text in texts:
         name, separator, reason = text.partition("=")
-        if not separator or not reason.strip():
+        if not separator or not reason.strip() or not text.isprintable():
             raise ValueError(f"takes RULE=REASON, got {text!r}")
-        if name not in RULES and name not in CODES:
+        known = next((rule for rule in (*RULES, *CODES) if rule.lower() == name.lower()), None)
+        if known is None:
             raise ValueError(f"no rule {name!r}; rules are named such as A05 or A05-lag")
-        accepted[name] = reason.strip()
+        accepted[known] = reason.strip()
     return accepted
 
 

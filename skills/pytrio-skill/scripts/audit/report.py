@@ -154,7 +154,7 @@ def block(finding: Finding, brief: bool = False) -> list[str]:
         for place in finding.places[:2]:
             lines.append(shorten(f"        at {place}"))
     lines += textwrap.wrap(
-        f"fix: {rule.fix} ({rule.reference})",
+        f"{'note' if rule.severity == 'info' else 'fix'}: {rule.fix} ({rule.reference})",
         WIDTH,
         initial_indent=" " * 8,
         subsequent_indent=" " * 8,
@@ -171,8 +171,8 @@ def footer(joined: Joined, budget: Budget, findings: list[Finding]) -> list[str]
     numbers, tokens = numbers_of(joined), token_counts(joined)
     calls = ", ".join(f"{n} {kind}" for kind, n in numbers["calls"].items() if n) or "none"
     lines = [
-        f"calls   {calls}; {numbers['optimizer_steps']} optimiser steps, "
-        f"{numbers['sampling_requests']} sampling requests",
+        f"calls   {calls}; {plural(numbers['optimizer_steps'], 'optimiser step')}, "
+        + plural(numbers["sampling_requests"], "sampling request"),
     ]
     if numbers["loss_first"] is not None:
         lines.append(
@@ -194,8 +194,11 @@ def footer(joined: Joined, budget: Budget, findings: list[Finding]) -> list[str]
         lines.append(f"full    {estimate['steps']:,} steps like these, in stand-in tokens{cost}:")
         lines.append(f"        {shown}")
     count = Counter(f.rule.severity for f in findings if f.counts)
+    accepted = [f for f in findings if not f.counts]
     lines.append(
-        f"audit   {verdict_of(findings)}: {count['error']} errors, {count['warning']} warnings"
+        f"audit   {verdict_of(findings)}: {plural(count['error'], 'error')}, "
+        + plural(count["warning"], "warning")
+        + (f", {len(accepted)} accepted" if accepted else "")
     )
     return lines
 

@@ -53,6 +53,18 @@ _SUPERVISED = (
         "Stop the trained region at the end token; the newline after it is never sampled.",
     ),
     (
+        "open-think",
+        "warning",
+        "a trained answer stands inside a think block that is never closed",
+        "Render with enable_thinking=False for data without thoughts, in every turn.",
+    ),
+    (
+        "roles",
+        "warning",
+        "two turns of the same role follow each other",
+        "Keep the earlier assistant turns in the history.",
+    ),
+    (
         "padding",
         "warning",
         "a sequence ends in a run of one id after its last turn",
@@ -173,6 +185,12 @@ RULES: dict[str, Rule] = {
         ),
         *(_rule(f"A04-{name}", *rest) for name, *rest in _SUPERVISED),
         _rule(
+            "A04-first-turn",
+            "warning",
+            "all sampling prompts begin with a system turn that no datum has",
+            "Render the same system message in training and in sampling.",
+        ),
+        _rule(
             "A04-no-template",
             "warning",
             "supervised data have no chat turns, sampling prompts have",
@@ -196,6 +214,12 @@ RULES: dict[str, Rule] = {
             "warning",
             "supervised data are completions of weights that are several steps old",
             "Sample from the present weights, or accept the rule when old completions are meant.",
+        ),
+        _rule(
+            "A05-trained-again",
+            "error",
+            "completions of an earlier step are trained again beside new ones",
+            "Empty the list of data at every step; accept the rule for a replay buffer.",
         ),
         _rule(
             "A05-lag",
@@ -505,7 +529,7 @@ RULES: dict[str, Rule] = {
             "A20-incomplete",
             "warning",
             "the recording does not hold the whole run",
-            "Run again; the end of the run was not audited.",
+            "Audit it when the run has ended, or run again: what is missing was not audited.",
         ),
         _rule(
             "A21-not-extended",
@@ -521,6 +545,12 @@ RULES: dict[str, Rule] = {
             "Set learning_rate in AdamParams.",
         ),
         _rule(
+            "A22-learning-rate-gaps",
+            "warning",
+            "the learning rate is zero at steps between others",
+            "Check the schedule; only the first and the last step may have a rate of 0.",
+        ),
+        _rule(
             "A22-learning-rate-high",
             "warning",
             "the learning rate is above 1e-2",
@@ -533,11 +563,13 @@ CHECKS: tuple[Callable[[Joined], Iterator[Hit]], ...] = (
     rules_tokens.check_alignment,
     rules_tokens.check_supervised,
     rules_tokens.check_template,
+    rules_tokens.check_first_turn,
     rules_tokens.check_preference_tokens,
     rules_tokens.check_sampled,
     rules_tokens.check_dro_prompts,
     rules_tokens.check_placeholders,
     rules_rollouts.check_lag,
+    rules_rollouts.check_trained_again,
     rules_rollouts.check_old_completions,
     rules_rollouts.check_ratio,
     rules_rollouts.check_parameters,

@@ -24,7 +24,8 @@ SAME_DATA_SHARE = 0.5
 
 def check_gradients(joined: Joined) -> Iterator[Hit]:
     trace = joined.trace
-    for run, calls in trace.unapplied.items():
+    # Of a recording that breaks off, what is missing may come later.
+    for run, calls in trace.unapplied.items() if trace.is_complete else ():
         ended = {event["run"] for event in trace.failed_events}
         if run in ended:
             continue
@@ -53,7 +54,13 @@ def check_gradients(joined: Joined) -> Iterator[Hit]:
     rates = [step.params.get("learning_rate", 0.0) for step in trace.steps]
     if rates and not any(rates):
         yield Hit("A22-learning-rate", "the learning rate is 0 in every step")
-    elif rates and max(rates) > LEARNING_RATE_HIGH:
+    elif not all(rates[1:-1]):
+        zero = [number for number, rate in enumerate(rates, start=1) if not rate]
+        yield Hit(
+            "A22-learning-rate-gaps",
+            f"the learning rate is 0 at {len(zero)} of {len(rates)} steps, one of them {zero[-1]}",
+        )
+    if rates and max(rates) > LEARNING_RATE_HIGH:
         yield Hit("A22-learning-rate-high", f"the learning rate is {max(rates):g}")
 
 
@@ -75,7 +82,7 @@ def check_nothing_trained(joined: Joined) -> Iterator[Hit]:
 
 def check_saves(joined: Joined) -> Iterator[Hit]:
     trace = joined.trace
-    for run in trace.runs:
+    for run in trace.runs if trace.is_complete else ():
         steps = [s.number for s in trace.steps if s.run == run]
         if not steps:
             continue
@@ -125,7 +132,9 @@ def check_failures(joined: Joined) -> Iterator[Hit]:
             f"{plural(len(injected), 'time')}; the first: {injected[0]['code']}",
         )
     if not trace.is_complete:
-        yield Hit("A20-incomplete", "the recording breaks off: only what it holds was audited")
+        yield Hit(
+            "A20-incomplete", "the recording has no end: it is being written, or was broken off"
+        )
     dropped = trace.totals.get("dropped_records")
     if dropped:
         yield Hit("A20-incomplete", f"the recording is full: {dropped:,} later records are missing")

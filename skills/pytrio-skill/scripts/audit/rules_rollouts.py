@@ -8,7 +8,7 @@ import numpy as np
 from audit.findings import Hit, Place, plural, target_place
 from audit.joins import Group, Joined, hits
 from audit.rules_tokens import first_difference, is_constant, shift_of
-from audit.trace import Request, Sampler, Sequence
+from audit.trace import Datum, Request, Sampler, Sequence
 
 RATIO_WARNING, RATIO_ERROR = 0.02, 0.1
 TRUNCATED_SHARE = 0.3
@@ -78,6 +78,32 @@ def check_lag(joined: Joined) -> Iterator[Hit]:
             "A05-lag",
             f"completions were sampled by weights one optimiser step old ({histogram})",
             (place,),
+        )
+
+
+def check_trained_again(joined: Joined) -> Iterator[Hit]:
+    """A call that holds completions of an earlier step beside new ones: a list never emptied.
+
+    Several passes over one batch hold no new ones.
+    """
+    first_step: dict[int, int] = {}
+    again: list[tuple[Datum, int]] = []
+    for call in joined.policy_calls:
+        steps = [
+            (datum, index, first_step.setdefault(index, call.steps_before))
+            for datum in call.data
+            for index in np.unique(joined.match(datum).owner[datum.active])
+            if index >= 0
+        ]
+        if any(step == call.steps_before for _, _, step in steps):
+            again += [(datum, step) for datum, _, step in steps if step < call.steps_before]
+    if again:
+        datum, step = again[0]
+        yield Hit(
+            "A05-trained-again",
+            f"{plural(len(again), 'completion')} of earlier steps are trained again beside new "
+            f"ones (one of step {step + 1} at step {datum.call.steps_before + 1})",
+            (Place(call=datum.call.number, datum=datum.number),),
         )
 
 
@@ -205,6 +231,7 @@ def check_seeds(joined: Joined) -> Iterator[Hit]:
         )
     for group in joined.groups:
         sequences = [joined.sequences[i] for i in group.members]
+        sequences = [s for s in sequences if not s.is_forced]
         if len(sequences) < 2:
             continue
         copies = Counter(s.tokens.tobytes() for s in sequences)

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from audit.findings import Decoder, Hit, Place, plural, target_place
+from audit.findings import Decoder, Hit, Place, plural, printable, target_place
 from audit.joins import Joined, Match
 from audit.trace import IGNORED_TARGET, Call, Chat, Datum
 
@@ -140,6 +140,8 @@ SUPERVISED_SENTENCES = {
     "think": "{data} of {total} train the end of the generation prompt (its empty think block)",
     "end": "in {data} of {total} an assistant's turn ends without a trained end token: {detail}",
     "after": "{data} of {total} train text after the end of a turn",
+    "open-think": "{data} of {total} train an answer inside a think block that is not closed",
+    "roles": "in {data} of {total} two turns of one role follow each other",
     "padding": "{data} of {total} end in padding",
     "first": "in {data} of {total} the first token of the answer has no weight although all others "
     "have: the weights are shifted by one",
@@ -229,6 +231,9 @@ def look_at_turns(
         inside = trained[content:stop]
         if not inside.any():
             continue
+        text = decoder.text(tokens[start:stop])
+        if is_closed and "<think>" in text and "</think>" not in text:
+            seen.append(("open-think", place(content), ""))
         if len(inside) > 2 and not inside[0] and inside[1:].all():
             seen.append(("first", place(content), ""))
         elif not is_closed:
@@ -238,6 +243,9 @@ def look_at_turns(
         elif chat.closing and tokens[stop - 1] != chat.closing[0]:
             wanted = decoder.text(chat.closing[:1])
             seen.append(("end", place(stop - 1), f"the template ends it with {wanted}"))
+    repeated = repeated_role(tokens, chat)
+    if repeated is not None:
+        seen.append(("roles", place(repeated), ""))
     last = turns[-1][2]
     if len(tokens) - last >= PADDING_RUN and np.ptp(tokens[last:]) == 0:
         seen.append(("padding", place(last, len(tokens) - last), ""))
@@ -246,6 +254,42 @@ def look_at_turns(
     for name in dict.fromkeys(name for name, _, _ in seen):
         _, where, detail = next(entry for entry in seen if entry[0] == name)
         gathered.add(name, where, detail)
+
+
+def repeated_role(tokens: np.ndarray, chat: Chat) -> int | None:
+    """Where a turn begins whose role is that of the turn before; the header's second id is it."""
+    if len(chat.header) < 2:
+        return None
+    starts = np.flatnonzero(tokens[:-1] == chat.header[0])
+    roles = tokens[starts + 1]
+    same = np.flatnonzero(roles[1:] == roles[:-1])
+    return int(starts[same[0] + 1]) if len(same) else None
+
+
+def check_first_turn(joined: Joined) -> Iterator[Hit]:
+    """A system turn that all sampling prompts begin with and no datum does."""
+    data = [d for call in joined.supervised_calls for d in call.data if not d.has_images]
+    prompts = [r.prompt for r in joined.trace.requests if not r.is_score]
+    if not data or len({p.tobytes() for p in prompts}) < 2:
+        return
+    chat = joined.trace.chat_of_run(data[0].call.run)
+    if chat is None or not chat.header:
+        return
+    ends = np.flatnonzero(np.isin(prompts[0], chat.end_ids))
+    first = prompts[0][: int(ends[0]) + 1] if len(ends) else prompts[0][:0]
+    decoder = joined.decoder(data[0].call)
+    if "system" not in decoder.text(first[: len(chat.header)]):
+        return
+    if any(not np.array_equal(p[: len(first)], first) for p in prompts):
+        return
+    if not any(np.array_equal(d.tokens[: len(first)], first) for d in data):
+        shown = printable(decoder.text(first))
+        yield Hit(
+            "A04-first-turn",
+            f"all {len(prompts)} sampling prompts begin with {shown[:80]!r}, none of "
+            f"{plural(len(data), 'datum')} does",
+            (target_place(data[0].call, data[0], 0, decoder),),
+        )
 
 
 def part_of_opening(text: str) -> str:

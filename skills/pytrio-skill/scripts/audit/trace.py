@@ -195,6 +195,7 @@ class Sequence:
     tokens: np.ndarray
     logprobs: np.ndarray
     stop_reason: str
+    is_forced: bool = False  # a demonstration's
 
     @property
     def length(self) -> int:
@@ -367,7 +368,14 @@ def request_of(trace: Trace, record: dict[str, Any]) -> Request:
         has_images=any(not isinstance(chunk, bytes) for chunk in record["prompt"]),
     )
     request.sequences = [
-        Sequence(request, index, ids(s["tokens"]), floats(s["logprobs"]), s["stop_reason"])
+        Sequence(
+            request,
+            index,
+            ids(s["tokens"]),
+            floats(s["logprobs"]),
+            s["stop_reason"],
+            s.get("forced", False),
+        )
         for index, s in enumerate(record["sequences"])
     ]
     return request

@@ -22,6 +22,8 @@ def check_files(paths: list[Path], as_json: bool) -> int:
     for path in paths:
         try:
             # As Python does, take a file with a byte order mark.
+            if path.exists() and not path.is_file():
+                raise OSError(0, "it is no file")
             source = path.read_text(encoding="utf-8-sig")
             findings += [(path, finding) for finding in check_source(source, str(path))]
             checked += 1

@@ -571,6 +571,7 @@ def record_sample(
                 "tokens": packed_ids(s.tokens),
                 "logprobs": packed_floats(s.logprobs),
                 "stop_reason": s.stop_reason,
+                "forced": bool(s.forced),
             }
             for s in result.sequences
         ],
