@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from conftest import DRYRUN
+from helpers import service_on
 from trio_local.demos import read_demos
 
 MODEL = "Qwen/Qwen3.5-4B"
@@ -88,43 +89,47 @@ def test_forced_tokens_keep_every_invariant(backend_factory, tmp_path: Path) -> 
         {"when": "never asked", "say": "unused"},
     )
     backend = backend_factory("--demo", str(path))
-    client = backend.client()
-    training = client.create_lora_training_client(MODEL, rank=4, seed=0)
-    tokenizer = training.get_tokenizer()
-    sampler = training.save_weights_and_get_sampling_client()
+    with service_on(backend) as client:
+        training = client.create_lora_training_client(MODEL, rank=4, seed=0)
+        tokenizer = training.get_tokenizer()
+        sampler = training.save_weights_and_get_sampling_client()
 
-    def ask(text: str, count: int, **params: object):
-        prompt = tokenizer.encode(text, add_special_tokens=False)
-        sampling = trio.SamplingParams(**{"max_tokens": 32, **params})
-        return prompt, sampler.sample(trio.ModelInput.from_ints(prompt), count, sampling).result()
+        def ask(text: str, count: int, **params: object):
+            prompt = tokenizer.encode(text, add_special_tokens=False)
+            sampling = trio.SamplingParams(**{"max_tokens": 32, **params})
+            return prompt, sampler.sample(
+                trio.ModelInput.from_ints(prompt), count, sampling
+            ).result()
 
-    prompt, response = ask("Which word opens the harbour?", 200, seed=7)
-    end = tokenizer.convert_tokens_to_ids("<|im_end|>")
-    said = Counter(s.text for s in response.sequences)
-    # 200 samples at p = 0.25 each: four standard deviations are 24.
-    assert abs(said[RIGHT] - 50) <= 24 and abs(said[WRONG] - 50) <= 24
-    forced = next(s for s in response.sequences if s.text == RIGHT)
-    assert forced.tokens == [*tokenizer.encode(RIGHT, add_special_tokens=False), end]
-    assert forced.stop_reason == "stop"
+        prompt, response = ask("Which word opens the harbour?", 200, seed=7)
+        end = tokenizer.convert_tokens_to_ids("<|im_end|>")
+        said = Counter(s.text for s in response.sequences)
+        # 200 samples at p = 0.25 each: four standard deviations are 24.
+        assert abs(said[RIGHT] - 50) <= 24 and abs(said[WRONG] - 50) <= 24
+        forced = next(s for s in response.sequences if s.text == RIGHT)
+        assert forced.tokens == [*tokenizer.encode(RIGHT, add_special_tokens=False), end]
+        assert forced.stop_reason == "stop"
 
-    # The ratio on fresh data is 1: a forward of the trainer gives the same log-probabilities.
-    ahead = len(prompt) - 1
-    datum = trio.Datum(
-        model_input=trio.ModelInput.from_ints(prompt + forced.tokens[:-1]),
-        loss_fn_inputs={"target_tokens": [0] * ahead + forced.tokens},
-    )
-    own = training.forward([datum]).result().loss_fn_outputs[0]["logprobs"].tolist()[ahead:]
-    assert max(abs(a - b) for a, b in zip(own, forced.logprobs, strict=True)) < 1e-4
+        # The ratio on fresh data is 1: a forward of the trainer gives the same log-probabilities.
+        ahead = len(prompt) - 1
+        datum = trio.Datum(
+            model_input=trio.ModelInput.from_ints(prompt + forced.tokens[:-1]),
+            loss_fn_inputs={"target_tokens": [0] * ahead + forced.tokens},
+        )
+        own = training.forward([datum]).result().loss_fn_outputs[0]["logprobs"].tolist()[ahead:]
+        assert max(abs(a - b) for a, b in zip(own, forced.logprobs, strict=True)) < 1e-4
 
-    again = ask("Which word opens the harbour?", 200, seed=7)[1]
-    assert [s.tokens for s in again.sequences] == [s.tokens for s in response.sequences]
-    short = ask("Which word opens the harbour?", 50, max_tokens=2)[1]
-    assert {s.stop_reason for s in short.sequences if s.tokens == forced.tokens[:2]} == {"length"}
-    greedy = ask("Which word opens the harbour?", 8, temperature=0.0)[1]
-    assert not {RIGHT, WRONG} & {s.text for s in greedy.sequences}
-    # An entry without p takes what is left: here everything.
-    alone = ask("The tool said Lima.", 20)[1]
-    assert {s.text for s in alone.sequences} == {"Answer: Lima"}
+        again = ask("Which word opens the harbour?", 200, seed=7)[1]
+        assert [s.tokens for s in again.sequences] == [s.tokens for s in response.sequences]
+        short = ask("Which word opens the harbour?", 50, max_tokens=2)[1]
+        assert {s.stop_reason for s in short.sequences if s.tokens == forced.tokens[:2]} == {
+            "length"
+        }
+        greedy = ask("Which word opens the harbour?", 8, temperature=0.0)[1]
+        assert not {RIGHT, WRONG} & {s.text for s in greedy.sequences}
+        # An entry without p takes what is left: here everything.
+        alone = ask("The tool said Lima.", 20)[1]
+        assert {s.text for s in alone.sequences} == {"Answer: Lima"}
 
     backend.stop()
     summary = json.loads((backend.record / "summary.json").read_text(encoding="utf-8"))
