@@ -713,7 +713,7 @@ def test_recording_holds_what_was_sent_and_served(
     assert is_whole
     header, end = records[0], records[-1]
     assert header["kind"] == "header"
-    assert (header["format"], header["version"]) == ("pytrio-skill-trace", 1)
+    assert (header["format"], header["version"]) == ("pytrio-skill-trace", 2)
     assert (header["seed"], header["reduction"]) == (3, "samples")
     assert header["sdk_version"] == configuration.version
     times = [record["time"] for record in records]
