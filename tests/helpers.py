@@ -50,7 +50,7 @@ def service_on(backend: Backend, **settings: object) -> Iterator[ServiceClient]:
 def chat_prompt(tokenizer: object, question: str) -> list[int]:
     """Token ids of one user turn with the generation prompt."""
     messages: ChatMessages = [{"role": "user", "content": question}]
-    return tokenizer.apply_chat_template(  # type: ignore[attr-defined]
+    return tokenizer.apply_chat_template(
         messages, add_generation_prompt=True, tokenize=True, return_dict=False
     )
 
@@ -62,7 +62,7 @@ def supervised_datum(tokens: Sequence[int], weights: Sequence[float] | None = No
     assert len(chosen) == len(targets), (len(chosen), len(targets))
     return Datum(
         model_input=ModelInput.from_ints(inputs),
-        loss_fn_inputs={"target_tokens": targets, "weights": chosen},  # type: ignore[dict-item]
+        loss_fn_inputs={"target_tokens": targets, "weights": chosen},
     )
 
 

@@ -197,7 +197,7 @@ def tools(
                 prompt = next_prompt(story, trajectory[-1])
                 trajectory += story.sample(sampler, prompt, [answer(story)])
         pairs: list[tuple[Turns, float]] = []
-        rewarded(groups, lambda trajectory, value: pairs.append((trajectory, value)))  # type: ignore
+        rewarded(groups, lambda trajectory, value: pairs.append((trajectory, value)))
         return [row for trajectory, value in pairs for row in data(trajectory, value)]
 
     policy_loop(story, batch)
@@ -838,7 +838,7 @@ def in_halves(rows: list[Row]) -> list[Row]:
 def halves_weights(rows: Sequence[Row], step: int) -> list[Numbers]:
     count = len(rows) // 2
     mixed = [rows[i // 2 + (i % 2) * count] for i in range(len(rows))]
-    return in_halves(dpo_weights(mixed, step))  # type: ignore[arg-type]
+    return in_halves(dpo_weights(mixed, step))
 
 
 def weigh(change: Callable[[Row], Row]) -> Callable[[list[Row]], list[Row]]:
@@ -892,8 +892,8 @@ def trained_reference(story: Story, run: str) -> Any:
 def one_reference(story: Story, run: str) -> Any:
     """The run's own weights before its first step."""
     if story.runs[run].steps == 0:
-        story.kept = story.sampler(run)  # type: ignore[attr-defined]
-    return story.kept  # type: ignore[attr-defined]
+        story.kept = story.sampler(run)
+    return story.kept
 
 
 def hinted(completion: Completion) -> Ids:
@@ -2603,8 +2603,8 @@ def long_answer(story: Story) -> Ids:
 
 def asked_again(story: Story) -> Ids:
     """One of eight questions, in turn."""
-    story.asked = getattr(story, "asked", -1) + 1  # type: ignore[attr-defined]
-    return prompt_of(f"What is {story.asked % 8} and {story.asked % 8}?")  # type: ignore[attr-defined]
+    story.asked = getattr(story, "asked", -1) + 1
+    return prompt_of(f"What is {story.asked % 8} and {story.asked % 8}?")
 
 
 big = partial(grpo, steps=20, prompts=8, size=8)

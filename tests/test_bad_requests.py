@@ -412,7 +412,7 @@ def is_not_json(raw: bytes) -> bool:
 def is_not_map(raw: bytes) -> bool:
     try:
         return not isinstance(msgpack.unpackb(raw), dict)
-    except Exception:  # noqa: BLE001 - msgpack raises many unrelated types
+    except Exception:  # msgpack raises many unrelated types
         return True
 
 

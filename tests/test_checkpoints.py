@@ -65,7 +65,7 @@ def train(client: TrainingClient, steps: range) -> None:
 
 def prompt_logprobs(sampler: SamplingClient) -> list[float]:
     """A fingerprint of the weights behind a sampler."""
-    return sampler.compute_logprobs(ModelInput.from_ints(PROMPT)).result()[1:]  # type: ignore
+    return sampler.compute_logprobs(ModelInput.from_ints(PROMPT)).result()[1:]
 
 
 def listed_paths(service: ServiceClient) -> list[str]:
@@ -325,7 +325,7 @@ def test_time_to_live(service: ServiceClient) -> None:
     assert [expiry[path] for path in kept] == [None, None]
     ids = {c.path: c.checkpoint_id for c in checkpoints}
     for path in set(short) & set(expiry):
-        assert expiry[path].timestamp() == pytest.approx(started + 1, abs=1)  # type: ignore
+        assert expiry[path].timestamp() == pytest.approx(started + 1, abs=1)
     time.sleep(max(0.0, started + 2.5 - time.time()))
     assert set(listed_paths(service)) & {*kept, *short} == set(kept)
     for path in short:

@@ -578,7 +578,7 @@ def test_unknown_loss_is_refused(
     with pytest.raises(ValueError, match="Unsupported loss function type: gspo"):
         client.forward_backward(data, "gspo")
     schemas = training_batch.LOSS_INPUT_SCHEMAS
-    monkeypatch.setitem(schemas, "gspo", schemas["ppo"])  # type: ignore[misc]
+    monkeypatch.setitem(schemas, "gspo", schemas["ppo"])
     with pytest.raises(PyTrioError, match="unknown loss 'gspo'; known: cross_entropy,"):
         client.forward_backward(data, "gspo").result()
 

@@ -6,13 +6,10 @@ from pathlib import Path
 
 import pytest
 
+from catalogue import MUTANTS, loop_source, mutated_source
 from conftest import ROOT, SKILL
 
 RUN = ROOT / "tests" / "mutants" / "run.py"
-sys.path.insert(0, str(RUN.parent))
-
-from catalogue import MUTANTS, loop_source, mutated_source  # noqa: E402
-
 EVERY = 4
 
 

@@ -25,12 +25,10 @@ from pathlib import Path
 from queue import Queue
 from typing import Any
 
-HERE = Path(__file__).resolve().parent
-ROOT = HERE.parents[1]
-sys.path.insert(0, str(HERE))
+from catalogue import LOOPS, MUTANTS, Mutant, loop_source, mutated_source
+from warm import TIMED_OUT, Warm
 
-from catalogue import LOOPS, MUTANTS, Mutant, loop_source, mutated_source  # noqa: E402
-from warm import TIMED_OUT, Warm  # noqa: E402
+ROOT = Path(__file__).resolve().parents[2]
 
 TIMEOUT_SECONDS = 120
 # The loops import the row generators of the stand-in's tasks.

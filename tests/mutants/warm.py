@@ -4,6 +4,7 @@ As a program, this file is the process the scripts are forked from: it has impor
 import, reads one JSON job a line and answers with the exit status.
 """
 
+import importlib
 import json
 import os
 import runpy
@@ -141,16 +142,18 @@ def run_script(job: dict[str, Any]) -> None:
         runpy.run_path(str(script), run_name="__main__")
     except SystemExit as error:
         code = error.code if isinstance(error.code, int) else int(error.code is not None)
-    except BaseException:  # noqa: BLE001 - as the interpreter would
+    except BaseException:  # as the interpreter would
         sys.excepthook(*sys.exc_info())
         code = 1
     sys.exit(code)
 
 
 def main() -> None:
-    import torch  # noqa: F401 - imported here once, so that no child has to
-    import transformers  # noqa: F401
-    from transformers import AutoTokenizer, Qwen2TokenizerFast  # noqa: F401
+    # Imported here once, so that no child has to; transformers loads its classes lazily.
+    importlib.import_module("torch")
+    transformers = importlib.import_module("transformers")
+    for name in ("AutoTokenizer", "Qwen2TokenizerFast"):
+        getattr(transformers, name)
 
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)

@@ -60,7 +60,7 @@ def audit(
         joined = Joined(trace)
         findings = limited(with_accepted(findings_of(joined), accepted))
         return as_text(joined, findings, budget), as_json(joined, findings, budget)
-    except Exception as error:  # noqa: BLE001 - a user gets a line, whatever a damaged file holds
+    except Exception as error:  # a user gets a line, whatever a damaged file holds
         raise TraceError(
             f"{trace.path} cannot be audited ({type(error).__name__}: {error}): it is damaged, or "
             "this is a defect of the audit"

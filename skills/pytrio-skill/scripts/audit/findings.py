@@ -113,7 +113,7 @@ class Decoder:
             from tokenizers import Tokenizer
 
             return Tokenizer.from_file(str(path))
-        except Exception:  # noqa: BLE001 - the library raises plain Exception for a missing file
+        except Exception:  # the library raises plain Exception for a missing file
             return None
 
     def text(self, ids: np.ndarray | Sequence[int]) -> str:

@@ -245,7 +245,7 @@ def records_of(path: Path) -> tuple[list[dict[str, Any]], bool]:
             record = unpacker.unpack()
         except msgpack.OutOfData:
             break
-        except Exception as error:  # noqa: BLE001 - msgpack raises a dozen types on bad bytes
+        except Exception as error:  # msgpack raises a dozen types on bad bytes
             raise TraceError(
                 f"{path} is damaged after byte {good}: {error or 'bad data'}"
             ) from None

@@ -284,10 +284,10 @@ def swanlab_calls(code: Code) -> Iterator[Hit]:
         elif name == "log":
             step = keyword_of(call, "step") or (call.args[1] if len(call.args) > 1 else None)
             problem = step_problem(code, step)
-            if problem:
+            if step is not None and problem:
                 yield Hit(
                     call,
-                    f"step={ast.unparse(step)[:40]} is {problem}: SwanLab drops the whole call",  # type: ignore[arg-type]
+                    f"step={ast.unparse(step)[:40]} is {problem}: SwanLab drops the whole call",
                     "pass step=int(step)",
                 )
     finishes = any(
@@ -340,7 +340,8 @@ def init_hits(code: Code, call: ast.Call) -> Iterator[Hit]:
             "use letters, digits and _ - + . only",
         )
     mode = keyword_of(call, "mode")
-    allowed = literal_values(names.swanlab().init, "mode")  # type: ignore[union-attr]
+    package = names.swanlab()
+    allowed = literal_values(package.init, "mode") if package else set()
     modes = code.texts(mode)
     if modes and allowed and not allowed & set(modes):
         yield Hit(

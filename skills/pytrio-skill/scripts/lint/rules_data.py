@@ -188,9 +188,7 @@ def reencoded_text(code: Code) -> Iterator[Hit]:
     for call in encodings(code):
         text = call.args[0]
         values = code.values(text)
-        if isinstance(code.parents.get(call), ast.Call) and (
-            last_name(code.parents[call].func) == "len"  # type: ignore[attr-defined]
-        ):
+        if is_len(code.parents.get(call)):
             continue
         if any(v.note == "text" and v.origin in sampled for v in values):
             yield Hit(
@@ -270,30 +268,25 @@ def length_is_used(code: Code, call: ast.Call) -> bool:
     parent: ast.AST | None = code.parents.get(call)
     while isinstance(parent, (ast.Attribute, ast.Subscript)):
         parent = code.parents.get(parent)
-    if isinstance(parent, ast.Call):
-        return last_name(parent.func) == "len"
     if isinstance(parent, ast.Assign) and isinstance(parent.targets[0], ast.Name):
         name = parent.targets[0]
         scope = code.scopes[name].find(name.id)
         loads = code.loads(name.id, scope) if scope else []
-        return any(
-            isinstance(code.parents.get(n), ast.Call) and last_name(code.parents[n].func) == "len"  # type: ignore[attr-defined]
-            for n in loads
-        )
-    return False
+        return any(is_len(code.parents.get(load)) for load in loads)
+    return is_len(parent)
+
+
+def is_len(node: ast.AST | None) -> bool:
+    """Is this a call of `len`."""
+    return isinstance(node, ast.Call) and last_name(node.func) == "len"
 
 
 def starts_with(code: Code, text: ast.expr, name: str) -> bool:
     """Is this text a concatenation that begins with the named one."""
     if isinstance(text, ast.Name) and text.id != name:
-        bindings = code.bindings(text)
+        value = code.only_value(text)
         return (
-            len(bindings) == 1
-            and bindings[0].how == "value"
-            and (
-                not isinstance(bindings[0].node, ast.Name)
-                and starts_with(code, bindings[0].node, name)  # type: ignore[arg-type]
-            )
+            value is not None and not isinstance(value, ast.Name) and starts_with(code, value, name)
         )
     if isinstance(text, ast.BinOp) and isinstance(text.op, ast.Add):
         left = text.left
@@ -387,8 +380,11 @@ def thinking_switches(code: Code) -> Iterator[Hit]:
             )
     first = present[0][1]
     for call, switch in present[1:]:
-        constants = isinstance(first, ast.Constant) and isinstance(switch, ast.Constant)
-        if constants and first.value != switch.value:  # type: ignore[attr-defined]
+        if (
+            isinstance(first, ast.Constant)
+            and isinstance(switch, ast.Constant)
+            and first.value != switch.value
+        ):
             yield Hit(
                 call,
                 f"enable_thinking is {ast.unparse(switch)} here and {ast.unparse(first)} in line "
@@ -571,12 +567,9 @@ def drops_remainder(stop: ast.expr, step: ast.expr) -> bool:
 def floor_of_length(code: Code, node: ast.expr) -> bool:
     """`len(x) // b`, directly or through a name."""
     if isinstance(node, ast.Name):
-        bindings = code.bindings(node)
-        if len(bindings) != 1 or bindings[0].how != "value" or bindings[0].path:
-            return False
-        return not isinstance(bindings[0].node, ast.Name) and floor_of_length(
-            code,
-            bindings[0].node,  # type: ignore[arg-type]
+        value = code.only_value(node)
+        return (
+            value is not None and not isinstance(value, ast.Name) and floor_of_length(code, value)
         )
     return (
         isinstance(node, ast.BinOp)

@@ -9,6 +9,7 @@ from lint.flow import Code, Hit
 from lint.scopes import Binding
 from lint.syntax import (
     COMPREHENSIONS,
+    FUNCTIONS,
     LOOPS,
     argument_for,
     argument_of,
@@ -211,9 +212,9 @@ def binding_varies(code: Code, binding: Binding, loop: ast.AST, depth: int) -> b
             or (dotted(node.func) == "enumerate" and binding.path == (0,))
         )
         return not counts or getattr(loop, "iter", None) is node or node not in code.reach(loop)
-    if binding.how == "param":
+    if binding.how == "param" and isinstance(node, FUNCTIONS):
         calls, escapes = code.call_sites(node)
-        argument = next((a for a in node.args.args if a.arg == binding.text), None)  # type: ignore[attr-defined]
+        argument = next((a for a in node.args.args if a.arg == binding.text), None)
         if escapes or not calls or argument is None:
             return True
         is_method = isinstance(code.parents.get(node), ast.ClassDef)
@@ -405,7 +406,7 @@ def becomes_mask(code: Code, node: ast.AST) -> bool:
         if isinstance(above, ast.keyword):
             return bool(above.arg and re.search(r"mask|weights", above.arg))
         if isinstance(above, ast.Dict) and child in above.values:
-            key = above.keys[above.values.index(child)]  # type: ignore[arg-type]
+            key = above.keys[above.values.index(child)]
             return isinstance(key, ast.Constant) and bool(re.search("mask|weights", str(key.value)))
         if isinstance(above, ast.stmt):
             return False
@@ -415,7 +416,7 @@ def becomes_mask(code: Code, node: ast.AST) -> bool:
 
 def filtered_data(code: Code, node: ast.AST) -> Iterator[Hit]:
     """`[d for d in data if len(d...) <= limit]` over finished datums."""
-    for generator in node.generators:  # type: ignore[attr-defined]
+    for generator in getattr(node, "generators", ()):
         values = code.values(generator.iter)
         is_data = any(v.kind == "list" and v.of and all(map(is_datum_value, v.of)) for v in values)
         for test in generator.ifs:
@@ -744,20 +745,15 @@ def summed_ratios(code: Code) -> Iterator[Hit]:
 def sum_of_difference(code: Code, node: ast.expr, depth: int) -> ast.Call | None:
     """The `(a - b).sum()` that a value is, looked up through names."""
     if isinstance(node, ast.Name) and depth < 3:
-        bindings = code.bindings(node)
-        if len(bindings) == 1 and bindings[0].how == "value" and not bindings[0].path:
-            value = bindings[0].node
-            if isinstance(value, ast.expr):
-                return sum_of_difference(code, value, depth + 1)
-        return None
+        value = code.only_value(node)
+        return None if value is None else sum_of_difference(code, value, depth + 1)
     if not isinstance(node, ast.Call) or last_name(node.func) != "sum":
         return None
     inner = node.func.value if isinstance(node.func, ast.Attribute) else None
     is_function = inner is not None and last_name(inner) in ("torch", "np")
     operand = node.args[0] if node.args and is_function else inner
     if isinstance(operand, ast.Name):
-        bindings = code.bindings(operand)
-        operand = bindings[0].node if len(bindings) == 1 else operand  # type: ignore[assignment]
+        operand = code.only_value(operand)
     is_difference = isinstance(operand, ast.BinOp) and isinstance(operand.op, ast.Sub)
     names = words_in(operand) if operand is not None else set()
     return node if is_difference and names & LOGPROB_WORDS else None
@@ -766,15 +762,8 @@ def sum_of_difference(code: Code, node: ast.expr, depth: int) -> ast.Call | None
 def is_clipped_ratio(code: Code, node: ast.expr) -> bool:
     """A clamp around 1, or a name for one."""
     if isinstance(node, ast.Name):
-        bindings = code.bindings(node)
-        return (
-            len(bindings) == 1
-            and bindings[0].how == "value"
-            and not bindings[0].path
-            and (
-                isinstance(bindings[0].node, ast.Call) and is_clipped_ratio(code, bindings[0].node)
-            )
-        )
+        value = code.only_value(node)
+        return isinstance(value, ast.Call) and is_clipped_ratio(code, value)
     if not isinstance(node, ast.Call) or last_name(node.func) not in ("clamp", "clip"):
         return False
     return bool({"ratio", "ratios"} & words_in(node)) or any(

@@ -13,7 +13,7 @@ class Source:
 
     def __init__(self, source: str, filename: str) -> None:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
+            warnings.simplefilter("ignore")  # the script's own run will show them
             self.tree = ast.parse(source, filename)
         self.nodes = list(ast.walk(self.tree))
         self.calls = [node for node in self.nodes if isinstance(node, ast.Call)]
@@ -38,6 +38,14 @@ class Source:
         """Everything a name is bound to in its scope; nothing for builtins."""
         scope = self.scopes[name].find(name.id)
         return scope.bindings[name.id] if scope else []
+
+    def only_value(self, name: ast.Name) -> ast.expr | None:
+        """The expression a name stands for, when it is bound once and to the whole of it."""
+        bindings = self.bindings(name)
+        if len(bindings) != 1 or bindings[0].how != "value" or bindings[0].path:
+            return None
+        node = bindings[0].node
+        return node if isinstance(node, ast.expr) else None
 
     def loads(self, name: str, scope: Scope) -> list[ast.Name]:
         """Every place that reads a name of a scope."""

@@ -75,7 +75,7 @@ class Engine:
         def run() -> bool:
             try:
                 future.set_result(work())
-            except BaseException as error:  # noqa: BLE001 - the future carries it to the caller
+            except BaseException as error:  # the future carries it to the caller
                 future.set_exception(error)
             return True
 
@@ -116,7 +116,7 @@ class Engine:
                 self._batch(served, snapshot, adapter)
                 job = make_job(self.model(served), future)
                 self._waiting.setdefault(snapshot, []).append(job)
-            except BaseException as error:  # noqa: BLE001 - the future carries it to the caller
+            except BaseException as error:  # the future carries it to the caller
                 future.set_exception(error)
             return False
 
@@ -150,7 +150,7 @@ class Engine:
     def _run(self) -> None:
         try:
             self._work()
-        except BaseException:  # noqa: BLE001 - printed, and the process ends with it
+        except BaseException:  # printed, and the process ends with it
             # Without this thread every request would wait for ever.
             traceback.print_exc()
             os._exit(1)
@@ -204,7 +204,7 @@ class Engine:
                 batch.admit(jobs)
             else:
                 batch.step()
-        except Exception as error:  # noqa: BLE001 - every request of the batch gets it
+        except Exception as error:  # every request of the batch gets it
             traceback.print_exc()
             wrapped = ApiError(DEFECT_STATUS, "sampling_failed", f"sampling failed: {error}")
             batch.cancel(wrapped)
