@@ -21,6 +21,21 @@ DRYRUN = SKILL / "scripts" / "dryrun.py"
 KEY = "test-key"
 
 
+def dryrun(
+    *arguments: object, folder: Path, seconds: float = 180, **environment: str
+) -> subprocess.CompletedProcess[str]:
+    """`dryrun.py ARGUMENTS` in a folder, to its end."""
+    return subprocess.run(
+        [sys.executable, str(DRYRUN), *map(str, arguments)],
+        env={**os.environ, **environment},
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        timeout=seconds,
+        check=False,
+    )
+
+
 @dataclass
 class Backend:
     """A running `dryrun.py serve`."""

@@ -1,14 +1,12 @@
 """Demonstrations: read strictly, forced exactly, invisible to every invariant of a loop."""
 
 import json
-import subprocess
-import sys
 from collections import Counter
 from pathlib import Path
 
 import pytest
 
-from conftest import DRYRUN
+from conftest import dryrun
 from helpers import service_on
 from trio_local.demos import read_demos
 
@@ -65,13 +63,7 @@ def test_a_wrong_file_stops_the_run(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text("print('started')\n", encoding="utf-8")
     path = demo_file(tmp_path, {"say": 1})
-    done = subprocess.run(
-        [sys.executable, str(DRYRUN), "run", "--demo", str(path), str(script)],
-        capture_output=True,
-        text=True,
-        cwd=tmp_path,
-        check=False,
-    )
+    done = dryrun("run", "--demo", path, script, folder=tmp_path)
     assert (done.returncode, done.stdout) == (3, "")
     assert len(done.stderr.splitlines()) == 1
     assert "line 1: say must be a completion" in done.stderr
@@ -181,13 +173,6 @@ def test_a_right_loop_on_demonstrations_is_clean(tmp_path: Path) -> None:
     demo = demo_file(
         tmp_path, {"say": "velvet anchor", "p": 0.5}, {"say": "I do not know.", "p": 0.5}
     )
-    done = subprocess.run(
-        [sys.executable, str(DRYRUN), "run", "--demo", str(demo), str(script)],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        timeout=180,
-        check=False,
-    )
+    done = dryrun("run", "--demo", demo, script, folder=tmp_path)
     assert done.returncode == 0, done.stderr
     assert "audit   clean: 0 errors, 0 warnings" in done.stderr, done.stderr

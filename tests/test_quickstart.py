@@ -1,25 +1,16 @@
 """The main job, run as a newcomer runs it."""
 
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-from conftest import DRYRUN, SKILL
+from conftest import SKILL, dryrun
 
 
 def test_quickstart_learns(tmp_path: Path) -> None:
     """The loss falls by 90 %, the tuned answer holds the trained sentence, the base one not."""
-    done = subprocess.run(
-        [sys.executable, str(DRYRUN), "run", str(SKILL / "examples" / "quickstart_sft.py")],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        timeout=180,
-        check=False,
-    )
+    done = dryrun("run", SKILL / "examples" / "quickstart_sft.py", folder=tmp_path)
     assert done.returncode == 0, done.stderr
     first, last = map(float, re.search(r"first ([\d.]+), last ([\d.]+)", done.stdout).groups())
     assert last <= 0.1 * first
@@ -28,17 +19,6 @@ def test_quickstart_learns(tmp_path: Path) -> None:
     assert "TRIO trains language models" not in answers["base"]
     assert answers["base"]
     assert "audit   clean: 0 errors, 0 warnings" in done.stderr
-
-
-def dryrun(*arguments: str, folder: Path) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, str(DRYRUN), *arguments],
-        cwd=folder,
-        capture_output=True,
-        text=True,
-        timeout=180,
-        check=False,
-    )
 
 
 RESUME = """
@@ -90,13 +70,7 @@ def test_nothing_after_the_script_is_swallowed(
     script's."""
     script = tmp_path / "script.py"
     script.write_text("print('started')\n", encoding="utf-8")
-    done = subprocess.run(
-        [sys.executable, str(DRYRUN), "run", str(script), *arguments],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    done = dryrun("run", script, *arguments, folder=tmp_path)
     assert (done.returncode, done.stdout) == (3, "")
     assert complaint in done.stderr
     assert len(done.stderr.splitlines()) == 1
@@ -111,9 +85,6 @@ def test_a_run_without_an_optimiser_step_is_remarked(tmp_path: Path) -> None:
         "client.save_weights_and_get_sampling_client()\n",
         encoding="utf-8",
     )
-    command = [sys.executable, str(DRYRUN), "run", str(script)]
-    done = subprocess.run(
-        command, cwd=tmp_path, capture_output=True, text=True, timeout=180, check=False
-    )
+    done = dryrun("run", script, folder=tmp_path)
     assert done.returncode == 0, done.stderr
     assert "no optimiser step was taken: nothing was trained" in done.stderr

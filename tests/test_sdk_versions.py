@@ -1,13 +1,12 @@
 """Every SDK release that is said to be supported runs the quickstart; an older one is refused."""
 
-import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from conftest import DRYRUN, SKILL
+from conftest import SKILL, dryrun
 from trio_local.protocol import TESTED_SDK_VERSIONS
 
 SAVE_AND_RESUME = """
@@ -48,28 +47,17 @@ def installed(tmp_path_factory: pytest.TempPathFactory):
     return install
 
 
-def dryrun(script: Path, sdk: Path, folder: Path) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, str(DRYRUN), "run", str(script)],
-        env={**os.environ, "PYTHONPATH": str(sdk)},
-        cwd=folder,
-        capture_output=True,
-        text=True,
-        timeout=180,
-        check=False,
-    )
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("version", TESTED_SDK_VERSIONS)
 def test_supported_release(version: str, installed, tmp_path: Path) -> None:
     """The quickstart learns, and a state is saved and resumed."""
-    done = dryrun(SKILL / "examples" / "quickstart_sft.py", installed(version), tmp_path)
+    sdk = str(installed(version))
+    done = dryrun("run", SKILL / "examples" / "quickstart_sft.py", folder=tmp_path, PYTHONPATH=sdk)
     assert done.returncode == 0, done.stderr
     assert "TRIO trains language models" in done.stdout.split("tuned")[-1]
     script = tmp_path / "resume.py"
     script.write_text(SAVE_AND_RESUME, encoding="utf-8")
-    done = dryrun(script, installed(version), tmp_path)
+    done = dryrun("run", script, folder=tmp_path, PYTHONPATH=sdk)
     assert done.returncode == 0, done.stderr
     assert f"ran on {version}" in done.stdout
 
@@ -79,7 +67,7 @@ def test_unsupported_release_gets_one_line(installed, tmp_path: Path) -> None:
     """0.2.7 reads no environment variables: it is refused before anything starts."""
     script = tmp_path / "script.py"
     script.write_text("print('started')\n", encoding="utf-8")
-    done = dryrun(script, installed("0.2.7"), tmp_path)
+    done = dryrun("run", script, folder=tmp_path, PYTHONPATH=str(installed("0.2.7")))
     assert (done.returncode, done.stdout) == (3, "")
     assert done.stderr.startswith("dryrun: pytrio 0.2.7 is not supported")
     assert len(done.stderr.splitlines()) == 1
