@@ -5,6 +5,7 @@ Token sequences are compared by prefix hashes, so that a run of a million tokens
 """
 
 from collections import defaultdict
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -16,6 +17,7 @@ from audit.trace import Call, Datum, Request, Sequence, Trace
 # A request may be recorded a moment after the call that uses it was submitted: clocks are of
 # different threads.
 CLOCK_SLACK_SECONDS = 0.05
+# A sampled log-probability is returned and sent back as the same 32-bit number.
 LOGPROB_TOLERANCE = 1e-6
 HASH_MASK = 2**64 - 1
 
@@ -134,26 +136,24 @@ class Joined:
 
     def first_turn(self, index: int) -> int:
         """The completion with which the conversation of a completion began."""
-        seen = set()
-        while self.parents[index] >= 0 and index not in seen:
-            seen.add(index)
-            index = self.parents[index]
-        return index
+        return self._earliest(index, lambda parent: True)
 
     def root(self, index: int) -> int:
         """The first turn of the conversation that a sequence belongs to, as far as it is trained: a
         sampled question that is never trained is a prompt like any other."""
-        seen = set()
-        while self.parents[index] >= 0 and index not in seen:
+        trained = self.trained_requests
+        return self._earliest(
+            index,
+            lambda parent: not trained or self.sequences[parent].request.number in trained,
+        )
+
+    def _earliest(self, index: int, may_follow: Callable[[int], bool]) -> int:
+        """Go back from turn to turn; clocks of different threads could make a circle."""
+        seen: set[int] = set()
+        while (parent := self.parents[index]) >= 0 and index not in seen and may_follow(parent):
             seen.add(index)
-            parent = self.parents[index]
-            if self.trained_requests and not self._is_trained_request(parent):
-                break
             index = parent
         return index
-
-    def _is_trained_request(self, index: int) -> bool:
-        return self.sequences[index].request.number in self.trained_requests
 
     @cached_property
     def trained_requests(self) -> set[int]:
@@ -261,7 +261,7 @@ class Joined:
         losses on samples, and cross_entropy with negative weights on samples."""
         chosen = []
         for call in self.trace.calls:
-            if not call.is_backward or call.kind == "score":
+            if not call.is_backward:
                 continue
             if call.kind == "policy":
                 chosen.append(call)

@@ -10,6 +10,7 @@ from audit.findings import Hit, Place, plural
 from audit.joins import Joined
 from audit.rules_rollouts import broken_turns
 from audit.trace import Call, Request, Resume, Step
+from trio_local.recording import prompt_mark
 
 LEARNING_RATE_HIGH = 1e-2
 # Below this, whether a call overlapped another is a matter of chance.
@@ -266,19 +267,12 @@ def check_resume(joined: Joined) -> Iterator[Hit]:
 
 def repeated_data(resume: Resume, steps: list[Step]) -> Iterator[Hit]:
     """The first batches after a resume against those trained before it."""
-    from zlib import crc32
-
     old = [set(marks) for marks in resume.history if marks]
     if len({frozenset(marks) for marks in old}) < 2:
         return  # every step sees the same data: nothing can be repeated
     if sum(map(len, old)) > len(set().union(*old)):
         return  # the data had come round before the save: seeing them again means nothing
-    new: set[int] = set()
-    for call in steps[0].calls:
-        for datum in call.data:
-            first = int(np.flatnonzero(datum.signal)[0]) if datum.signal.any() else 0
-            tokens = datum.inputs[: first + 1] if first else datum.inputs
-            new.add(crc32(tokens.astype("<i4").tobytes()))
+    new = {prompt_mark(d.inputs, d.signal) for call in steps[0].calls for d in call.data}
     if not new:
         return
     usual = float(np.median([len(marks) for marks in old]))

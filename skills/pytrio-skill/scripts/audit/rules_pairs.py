@@ -6,7 +6,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from audit.findings import Hit, Place, plural, target_place
-from audit.joins import Joined
+from audit.joins import CLOCK_SLACK_SECONDS, Joined
 from audit.rules_rollouts import without_generation_prompt
 from audit.rules_tokens import (
     Gathered,
@@ -280,7 +280,9 @@ def exact_score(joined: Joined, datum: Datum, sequence: Sequence) -> tuple[Reque
     end = sequence.length
     for length in {min(end, len(datum.tokens)), len(datum.tokens)}:
         for request in reversed(joined.scores_by_hash.get(int(hashes[length]), [])):
-            if request.started <= datum.call.started + 0.05 and is_teacher(request, sequence):
+            if request.started <= datum.call.started + CLOCK_SLACK_SECONDS and is_teacher(
+                request, sequence
+            ):
                 return request, 0
     return None
 
@@ -294,7 +296,9 @@ def other_score(joined: Joined, sequence: Sequence, datum: Datum) -> Request | N
     window = [
         r
         for r in joined.scores
-        if sequence.request.finished - 0.05 <= r.started <= datum.call.started + 0.05
+        if sequence.request.finished - CLOCK_SLACK_SECONDS
+        <= r.started
+        <= datum.call.started + CLOCK_SLACK_SECONDS
         and not np.array_equal(r.prompt, datum.tokens)
     ]
     length = len(sequence.tokens)

@@ -66,7 +66,9 @@ def check_lag(joined: Joined) -> Iterator[Hit]:
     histogram = ", ".join(f"lag {lag}: {counts[lag]}" for lag in sorted(counts))
     place = request_place(joined, first_request[worst])
     reused = max(len(steps) for steps in snapshots.values())
-    if worst >= 2 or reused == len({s for steps in snapshots.values() for s in steps}) > 1:
+    sampled_at = set().union(*snapshots.values())
+    never_renewed = reused == len(sampled_at) > 1
+    if worst >= 2 or never_renewed:
         yield Hit(
             "A05-stale",
             f"one sampling client was used at {reused} different optimiser steps; requests by the "

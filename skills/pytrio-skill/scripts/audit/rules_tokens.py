@@ -7,13 +7,12 @@ from typing import Any
 import numpy as np
 
 from audit.findings import Decoder, Hit, Place, plural, printable, target_place
-from audit.joins import Joined, Match
+from audit.joins import LOGPROB_TOLERANCE, Joined, Match
 from audit.trace import IGNORED_TARGET, Call, Chat, Datum
 
 # Of the active targets, the share that must fit a hypothesis before it is named.
 MOST = 0.9
-# A sampled log-probability is returned and sent back as the same 32-bit number.
-EXACT, NUMERIC_NOISE = 1e-6, 1e-3
+NUMERIC_NOISE = 1e-3
 PADDING_RUN = 4
 
 
@@ -73,7 +72,7 @@ def shift_of(datum: Datum) -> str:
 def check_alignment(joined: Joined) -> Iterator[Hit]:
     gathered, total = Gathered(), 0
     for call in joined.trace.calls:
-        if not call.is_backward or call.kind == "score":
+        if not call.is_backward:
             continue
         decoder = joined.decoder(call)
         for datum in call.data:
@@ -484,7 +483,7 @@ def look_at_logprobs(
     if not len(relevant):
         return
     differences = np.abs(given[relevant] - served[relevant])
-    if differences.max() <= EXACT:
+    if differences.max() <= LOGPROB_TOLERANCE:
         return
     worst = int(relevant[int(differences.argmax())])
     place = target_place(call, datum, worst, decoder)
@@ -518,7 +517,7 @@ def look_at_logprobs(
     gathered.add("A02-logprobs", place, detail)
 
 
-def fits(left: np.ndarray, right: np.ndarray, tolerance: float = EXACT) -> bool:
+def fits(left: np.ndarray, right: np.ndarray, tolerance: float = LOGPROB_TOLERANCE) -> bool:
     return bool(np.mean(np.abs(left - right) <= tolerance) >= MOST)
 
 

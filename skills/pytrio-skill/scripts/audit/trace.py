@@ -98,7 +98,6 @@ class Call:
     started: float
     finished: float
     totals: dict[str, int]
-    config: dict[str, Any]
     metrics: dict[str, float]
     data: list[Datum] = field(default_factory=list)
     is_backward: bool = True
@@ -124,12 +123,9 @@ class Save:
 
     run: str
     uri: str
-    snapshot: str
     step: int
-    time: float
     is_temporary: bool
     ttl_seconds: int | None
-    is_state: bool
 
 
 @dataclass(frozen=True)
@@ -150,7 +146,6 @@ class TrainingRun:
     base_model: str
     folder: str
     source: str
-    time: float
 
 
 @dataclass(frozen=True)
@@ -163,7 +158,6 @@ class Sampler:
     snapshot: str
     training_run: str
     step: int
-    time: float
 
 
 @dataclass(eq=False)
@@ -323,7 +317,7 @@ def take_record(trace: Trace, record: dict[str, Any]) -> None:
         )
     elif kind == "training_run":
         trace.runs[record["run"]] = TrainingRun(
-            record["run"], record["base_model"], record["folder"], record["source"], record["time"]
+            record["run"], record["base_model"], record["folder"], record["source"]
         )
     elif kind == "sampling_run":
         trace.samplers[record["run"]] = Sampler(
@@ -333,7 +327,6 @@ def take_record(trace: Trace, record: dict[str, Any]) -> None:
             record["snapshot"],
             record["training_run"],
             record["step"],
-            record["time"],
         )
     elif kind == "resume":
         trace.resumes.append(
@@ -420,12 +413,9 @@ def take_events(trace: Trace, events: list[dict[str, Any]]) -> None:
                 Save(
                     run=run,
                     uri=checkpoint["uri"],
-                    snapshot=checkpoint["checkpoint_cuid"],
                     step=steps.get(run, 0),
-                    time=event["time"],
                     is_temporary=payload.get("visibility") == "TEMPORARY",
                     ttl_seconds=payload.get("ttl_seconds"),
-                    is_state=kind == "trainer.save_state",
                 )
             )
     for run, calls in open_calls.items():
@@ -465,7 +455,6 @@ def new_call(event: dict[str, Any], steps_before: int) -> Call:
         started=event["time"] - event["seconds"],
         finished=event["time"],
         totals=event["totals"],
-        config=event["loss"].get("config") or {},
         metrics=event["metrics"],
         is_backward=is_backward,
         auto_shift=event["auto_shift"],

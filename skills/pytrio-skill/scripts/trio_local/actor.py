@@ -8,7 +8,6 @@ import asyncio
 import hashlib
 import json
 import time
-import zlib
 from concurrent.futures import Future
 from typing import Any, cast
 
@@ -29,7 +28,7 @@ from starlette.routing import Route
 
 from trio_local.http import json_body, raw_body, require_content_type
 from trio_local.protocol import ApiError, check_nesting, pack, unpack, validation_message
-from trio_local.recording import packed_floats, packed_ids
+from trio_local.recording import packed_floats, packed_ids, prompt_mark
 from trio_local.state import (
     ENDED_STATUSES,
     MAX_EVENTS_AHEAD,
@@ -245,17 +244,12 @@ def forward(state: State, run: TrainingRun, event: Event, payload: Any) -> dict[
 
 
 def prompt_marks(payload: Any) -> set[int]:
-    """One 32-bit hash per sample, of its tokens before the first with a signal: its prompt.
-
-    They tell after a resume whether the data went on or began again.
-    """
+    """The marks of a call's samples: after a resume they tell whether the data went on."""
     marks = set()
     for datum in payload.data:
         tokens = [t for c in datum.model_input.chunks for t in getattr(c, "tokens", ())]
         signal = datum.weights if datum.advantages is None else datum.advantages
-        first = next((i for i, value in enumerate(signal or ()) if value), 0)
-        # A prompt of one token is no prompt: the whole sample then stands for itself.
-        marks.add(zlib.crc32(packed_ids(tokens[: first + 1] if first else tokens)))
+        marks.add(prompt_mark(tokens, signal or ()))
     return marks
 
 

@@ -9,7 +9,9 @@ int32 bytes and lists of floats as float32 bytes: a trained token takes 12 bytes
 import json
 import threading
 import time
+import zlib
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +33,16 @@ def packed_ids(values: list[int]) -> bytes:
 def packed_floats(values: list[float]) -> bytes:
     """Numbers as little-endian float32."""
     return np.asarray(values, dtype="<f4").tobytes()
+
+
+def prompt_mark(tokens: Sequence[int] | np.ndarray, signal: Sequence[float] | np.ndarray) -> int:
+    """A 32-bit hash of a sample's tokens up to the first target with a signal: its prompt.
+
+    A prompt of one token is none: the whole sample then stands for itself.
+    """
+    first = next((i for i, value in enumerate(signal) if value), 0)
+    ids = np.asarray(tokens[: first + 1] if first else tokens, dtype="<i4")
+    return zlib.crc32(ids.tobytes())
 
 
 class Recorder:
