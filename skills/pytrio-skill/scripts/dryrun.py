@@ -53,6 +53,8 @@ REDUCTIONS = ("default", "sum", "samples", "active_tokens", "advantage_tokens")
 # Enough to be seen in a short loop, too little to change what it learns.
 RUN_RESPELL_SHARE = 0.03
 SHOWN_PACKAGES = ("pytrio", *NEEDED_PACKAGES, "swanlab")
+# Accepted rules with their reasons, and an `audit.report.Budget`.
+AuditSettings = tuple[dict[str, str], Any]
 
 
 def say(line: str) -> None:
@@ -209,7 +211,7 @@ def run(options: argparse.Namespace) -> int:
     from trio_local.preflight import code_that_leaves, script_environment
 
     backend_settings(options)
-    audit_settings(options)
+    settings = audit_settings(options)
     key = f"dryrun-{secrets.token_hex(16)}"
     try:
         # As Python does, take a file with a byte order mark.
@@ -235,7 +237,7 @@ def run(options: argparse.Namespace) -> int:
         environment = script_environment(backend.url, key, record / "sdk-home", Path.home())
         command = [sys.executable, str(script), *options.arguments]
         status = run_script(command, environment, backend)
-    return report(options, record, script, status)
+    return report(settings, record, script, status)
 
 
 def run_script(command: list[str], environment: dict[str, str], backend: Backend) -> int:
@@ -283,7 +285,7 @@ def interrupt(*_: object) -> NoReturn:
     raise KeyboardInterrupt
 
 
-def report(options: argparse.Namespace, record: Path, script: Path, status: int) -> int:
+def report(settings: AuditSettings, record: Path, script: Path, status: int) -> int:
     """Print the audit of a finished run and turn its verdict and the script's status into ours."""
     try:
         summary = json.loads((record / "summary.json").read_text(encoding="utf-8"))
@@ -292,7 +294,7 @@ def report(options: argparse.Namespace, record: Path, script: Path, status: int)
         return EXIT_SCRIPT_FAILED
     has_errors = False
     if summary["sessions"]:
-        has_errors = audit_recording(options, record, sys.stderr)
+        has_errors = audit_recording(settings, record, sys.stderr)
     if summary["training_runs"] and not summary["optimizer_steps"]:
         say("no optimiser step was taken: nothing was trained")
     for note in summary["notes"]:
@@ -312,7 +314,7 @@ def report(options: argparse.Namespace, record: Path, script: Path, status: int)
     return EXIT_FINDINGS if has_errors else EXIT_OK
 
 
-def audit_settings(options: argparse.Namespace) -> tuple[dict[str, str], Any]:
+def audit_settings(options: argparse.Namespace) -> AuditSettings:
     """Accepted rules and the budget of the command line; ends in one line on a mistake."""
     from audit.cli import parse_accepted, parse_prices
     from audit.report import Budget
@@ -329,14 +331,14 @@ def audit_settings(options: argparse.Namespace) -> tuple[dict[str, str], Any]:
 
 
 def audit_recording(
-    options: argparse.Namespace, path: Path, out: TextIO, sessions: Sequence[int] = ()
+    settings: AuditSettings, path: Path, out: TextIO, sessions: Sequence[int] = ()
 ) -> bool:
     """Audit a recording, print the table, write audit.json beside it; True when it has errors."""
     from audit.cli import audit
     from audit.report import write_json
     from audit.trace import TraceError
 
-    accepted, budget = audit_settings(options)
+    accepted, budget = settings
     try:
         text, result = audit(path, accepted, budget, sessions)
     except TraceError as error:
@@ -349,11 +351,11 @@ def audit_recording(
     if unused:
         say(f"--accept {', '.join(unused)}: nothing of the kind was found")
     print(text, file=out, flush=True)
-    folder = path if path.is_dir() else path.parent
+    target = (path if path.is_dir() else path.parent) / "audit.json"
     try:
-        write_json(folder / "audit.json", result)
+        write_json(target, result)
     except OSError as error:
-        say(f"cannot write {folder / 'audit.json'}: {error.strerror}")
+        say(f"cannot write {target}: {error.strerror}")
     return result["verdict"] == "errors"
 
 
@@ -364,7 +366,8 @@ def audit_again(options: argparse.Namespace) -> int:
         stop(f"missing {', '.join(missing)}; see: {sys.argv[0]} doctor")
     if not options.recording.exists():
         stop(f"no recording at {options.recording}; give the folder that `run` named")
-    has_errors = audit_recording(options, options.recording, sys.stdout, options.session)
+    settings = audit_settings(options)
+    has_errors = audit_recording(settings, options.recording, sys.stdout, options.session)
     return EXIT_FINDINGS if has_errors else EXIT_OK
 
 
@@ -548,7 +551,7 @@ def share(text: str) -> float:
     return value
 
 
-def folder(text: str) -> Path:
+def folder_path(text: str) -> Path:
     """A type of argparse: the path of a folder; an empty one would be the current folder."""
     if not text.strip():
         raise argparse.ArgumentTypeError("takes the path of a folder, got nothing")
@@ -559,10 +562,14 @@ def add_backend_options(parser: argparse.ArgumentParser, respell: float) -> None
     add = parser.add_argument
     add("--port", type=number(0, 65535), default=0, help="port on 127.0.0.1 (default: a free one)")
     add(
-        "--store", type=folder, default=Path(".trio-local/checkpoints"),
+        "--store", type=folder_path, default=Path(".trio-local/checkpoints"),
         help="folder of the checkpoints; outlives the backend (default: %(default)s)",
     )  # fmt: skip
-    add("--record", type=folder, help="folder of the recording (default: .trio-local/runs/TIME)")
+    add(
+        "--record",
+        type=folder_path,
+        help="folder of the recording (default: .trio-local/runs/TIME)",
+    )
     add(
         "--model", action="append", default=[], metavar="NAME=KIND",
         help="serve a name by a kind; NAME may be *; see the command models",
@@ -611,7 +618,9 @@ def parser_of_commands() -> argparse.ArgumentParser:
     runner.add_argument("script", help="the Python file to run")
     runner.set_defaults(call=run)
     auditor = commands.add_parser("audit", help="audit the recording of an earlier run")
-    auditor.add_argument("recording", type=folder, help="the folder that run named, or its trace")
+    auditor.add_argument(
+        "recording", type=folder_path, help="the folder that run named, or its trace"
+    )
     auditor.add_argument(
         "--session", type=number(1), action="append", default=[], metavar="N",
         help="only the N-th session: a script opens one with each ServiceClient; may be repeated",
