@@ -11,7 +11,7 @@ On the cloud (billed):
     PYTRIO_API_KEY=... python examples/chat-huanhuan.py
 Expected in the dry run:
     loss 10.1 to 0.44 (last five of 22 steps); on held-out rows 9.94 to 0.42, answers with the
-    persona's phrases 0 of 24 to 24 of 24; about 20 s of one core; seed 1 alike
+    persona's phrases 0 of 24 to 24 of 24; about 25 s of one core; seed 1 alike
 An interrupted run continues when the same command is given again.
 """
 

@@ -12,7 +12,7 @@ are equal before the first step, so the first loss is ln 2. If it is not, nothin
 Dry run (free, offline):   python scripts/dryrun.py run examples/dpo-hh-rlhf.py -- --data sample
 On the cloud (billed):     PYTRIO_API_KEY=... python examples/dpo-hh-rlhf.py
 Expected in the dry run:   first loss 0.6931, last 0.07 (12 steps); accuracy on held-out pairs from
-                           0.5 (a tie) to 1.0 on seeds 0 and 1; about 20 s on one core
+                           0.5 (a tie) to 1.0 on seeds 0 and 1; about 25 s on one core
 An interrupted run continues when the same command is given again.
 """
 

@@ -6,7 +6,7 @@ Supervised fine-tuning on three conversations. Only the assistant's tokens carry
 
 Dry run (free, offline):   python scripts/dryrun.py run examples/quickstart_sft.py
 On the cloud (billed):     PYTRIO_API_KEY=... python examples/quickstart_sft.py
-Expected in the dry run:   loss 9.55 to 0.01 in about 10 s; the tuned answer is the trained
+Expected in the dry run:   loss 9.55 to 0.01 in about 15 s; the tuned answer is the trained
                            sentence, the base answer is not
 """
 
