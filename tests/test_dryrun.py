@@ -29,6 +29,10 @@ PROFILE_KEY = "sk-live-of-the-profile-0123456789abcdef"
 DEAD_PROXY = "http://127.0.0.1:9"
 
 
+def hear_ctrl_c() -> None:
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
 @dataclass
 class Place:
     """A working directory and the environment of somebody who has a PyTRIO account."""
@@ -44,7 +48,8 @@ class Place:
         return path
 
     def start(self, *arguments: object, **environment: str) -> subprocess.Popen[bytes]:
-        """Start `dryrun.py` in a process group of its own, as a terminal does."""
+        """Start `dryrun.py` in a process group of its own that hears Ctrl-C, as a terminal does;
+        a background shell would have us and all we start ignore it."""
         return subprocess.Popen(
             [sys.executable, str(self.dryrun), *map(str, arguments)],
             cwd=self.cwd,
@@ -53,6 +58,7 @@ class Place:
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             start_new_session=True,
+            preexec_fn=hear_ctrl_c if os.name == "posix" else None,
         )
 
     def run(self, *arguments: object, **environment: str) -> "Ended":

@@ -225,7 +225,10 @@ def rollout(
 ) -> list[list[Attempt]]:
     """`group` attempts at each of `prompts` prompts."""
     end, pad = tokenizer.convert_tokens_to_ids("<|im_end|>"), tokenizer.pad_token_id
-    encode = lambda text: tokenizer._tokenizer.encode(text, add_special_tokens=False).ids  # noqa: E731
+
+    def encode(text: str) -> list[int]:
+        return tokenizer._tokenizer.encode(text, add_special_tokens=False).ids
+
     groups = []
     for i in range(prompts):
         members = []

@@ -16,6 +16,7 @@ audit or the check found errors, 3 usage, 130 Ctrl-C.
 
 import argparse
 import errno
+import io
 import json
 import os
 import platform
@@ -655,7 +656,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         stop(f"{options.command} takes nothing after `--`; only run passes arguments on")
     for stream in (sys.stdout, sys.stderr):
         # A terminal or pipe of another encoding shows escapes instead of ending us.
-        stream.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
     try:
         code = options.call(options)
         sys.stdout.flush()
