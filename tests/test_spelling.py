@@ -10,13 +10,20 @@ QUESTION = "Tom has 3 apples and buys 4 more. How many apples does Tom have now?
 
 @pytest.mark.parametrize("temperature", [1.0, 0.0])
 def test_completions_with_a_second_spelling(backend_factory, temperature: float) -> None:
-    """With a share of 1 every sampled completion has one, and a greedy one never has."""
-    with service_on(backend_factory("--respell", "1")) as service:
-        sampler = service.create_sampling_client(BASE_MODEL)
-        tokenizer = sampler.get_tokenizer()
-        prompt = chat_prompt(tokenizer, QUESTION)
-        params = trio.SamplingParams(max_tokens=40, temperature=temperature)
-        sequences = sampler.sample(trio.ModelInput.from_ints(prompt), 8, params).result().sequences
+    """With a share of 1 every sampled completion has one, and a greedy one never has; what is said
+    stays the same, and so do other completions of the batch."""
+    answers = []
+    for share in ("0", "1"):
+        with service_on(backend_factory("--respell", share)) as service:
+            sampler = service.create_sampling_client(BASE_MODEL)
+            tokenizer = sampler.get_tokenizer()
+            prompt = chat_prompt(tokenizer, QUESTION)
+            params = trio.SamplingParams(max_tokens=40, temperature=temperature, seed=1)
+            future = sampler.sample(trio.ModelInput.from_ints(prompt), 8, params)
+            answers.append(future.result().sequences)
+    plain, sequences = answers
+    assert [s.text for s in plain] == [s.text for s in sequences]
+    assert [s.stop_reason for s in plain] == [s.stop_reason for s in sequences]
     respelled = 0
     for sequence in sequences:
         text = tokenizer.decode(sequence.tokens)

@@ -213,27 +213,32 @@ class Joined:
         """Of sequences with the same tokens, the one whose log-probabilities the datum carries,
         that was sampled at temperature 1, is unused, and is the latest."""
 
-        def worth(index: int) -> tuple[bool, bool, bool, int]:
+        def distance(index: int) -> float:
+            """Of the datum's log-probabilities from the served ones."""
             sequence = self.sequences[index]
             start = max(0, len(sequence.request.prompt) - 1)
-            given = None if datum.logprobs is None else datum.logprobs[start:]
             served = sequence.logprobs
-            same = (
-                given is not None
-                and len(given) >= len(served)
-                and bool(np.allclose(given[: len(served)], served, atol=LOGPROB_TOLERANCE))
-            )
-            plain = sequence.request.params.get("temperature", 1.0) == 1.0
-            return same, plain, index not in self.used, index
+            if datum.logprobs is None or len(datum.logprobs) < start + len(served):
+                return float("inf")
+            given = datum.logprobs[start : start + len(served)]
+            return float(np.abs(given - served).max(initial=0.0))
+
+        def is_plain(index: int) -> bool:
+            return self.sequences[index].request.params.get("temperature", 1.0) == 1.0
+
+        def worth(index: int) -> tuple[bool, bool, bool, int]:
+            is_same = distance(index) <= LOGPROB_TOLERANCE
+            return is_same, is_plain(index), index not in self.used, index
 
         earlier = [
             i
             for i in indices
             if self.sequences[i].request.started <= call.started + CLOCK_SLACK_SECONDS
         ]
-        # Equal answers may be thousands: the newest unused one mostly fits.
+        # Equal answers may be thousands: the newest unused one mostly fits. Those of one step
+        # differ in the last bits only, by what they were computed together with.
         for index in reversed(earlier):
-            if index not in self.used and (worth(index)[:2] == (True, True)):
+            if index not in self.used and is_plain(index) and distance(index) == 0:
                 return index
         return max(earlier, key=worth, default=None)
 

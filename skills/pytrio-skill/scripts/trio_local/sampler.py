@@ -151,15 +151,14 @@ class SampleResult:
 
 @dataclass
 class Sequence:
-    """One sequence being generated; `uniforms` drive its choices, one per token, except where a
-    demonstration has `forced` them or a token of index `respell_from` or later is `pending` as two
-    pieces."""
+    """One sequence being generated; `uniforms` drive its choices, one per token, except where they
+    are `forced`: by a demonstration, or because the sequence has ended once and a token of index
+    `respell_from` or later is now written as two."""
 
     job: SampleJob
     uniforms: np.ndarray
     forced: list[int] = field(default_factory=list)
     respell_from: int | None = None
-    pending: list[int] = field(default_factory=list)
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     stop_reason: str = ""
@@ -367,12 +366,8 @@ class Batch:
         chosen = pick(logits.float(), logprobs, rows)
         tokens = chosen.tolist()
         for row, sequence in enumerate(rows):
-            if sequence.pending:
-                tokens[row] = sequence.pending.pop()
-            elif len(sequence.tokens) < len(sequence.forced):
+            if len(sequence.tokens) < len(sequence.forced):
                 tokens[row] = sequence.forced[len(sequence.tokens)]
-            elif sequence.respell_from is not None:
-                tokens[row] = self._respelled(sequence, tokens[row])
         chosen = torch.tensor(tokens, device=logits.device)
         scores = logprobs.gather(1, chosen[:, None])[:, 0].tolist()
         self.next_tokens.extend(tokens)
@@ -380,7 +375,7 @@ class Batch:
         for row, (sequence, token, score) in enumerate(zip(rows, tokens, scores, strict=True)):
             sequence.tokens.append(token)
             sequence.logprobs.append(score)
-            if self._has_ended(sequence, token):
+            if self._has_ended(sequence, token) and not self._respell(first + row):
                 ended.append(first + row)
         for slot in reversed(ended):
             sequence = self.sequences[slot]
@@ -392,17 +387,22 @@ class Batch:
             if not sequence.job.unfinished:
                 sequence.job.finish(sequence.job.result)
 
-    def _respelled(self, sequence: Sequence, token: int) -> int:
-        """The first piece of a token's second spelling, with the other pending; or the token."""
-        assert sequence.respell_from is not None
-        if len(sequence.tokens) < sequence.respell_from:
-            return token
-        pieces = self.spelling.pieces(self.loaded.tokenizer, token)
-        if not pieces:
-            return token
-        sequence.respell_from = None
-        sequence.pending = pieces[1:]
-        return pieces[0]
+    def _respell(self, slot: int) -> bool:
+        """Begin an ended sequence once more, its tokens given, one of them written as two; whether
+        that is done."""
+        sequence = self.sequences[slot]
+        start, sequence.respell_from = sequence.respell_from, None
+        if start is None or sequence.stop_reason != "stop":
+            return False
+        forced = self.spelling.respelled(self.loaded.tokenizer, sequence.tokens, start)
+        if not forced or len(forced) > sequence.job.spec.max_tokens:
+            return False
+        sequence.forced, sequence.tokens, sequence.logprobs = forced, [], []
+        sequence.stop_reason = sequence.text = ""
+        # The step over the prompt's last token is what chooses the first one.
+        self.cache.positions[slot] = len(sequence.job.prompt) - 1
+        self.next_tokens[slot] = sequence.job.prompt[-1]
+        return True
 
     def _has_ended(self, sequence: Sequence, token: int) -> bool:
         spec, tokenizer = sequence.job.spec, self.loaded.tokenizer

@@ -1,9 +1,10 @@
-"""Second spellings: now and then a sampled token is emitted as two that write the same text.
+"""Second spellings: now and then a sampled token is written as two with the same text.
 
 Real models do so once in a while; the stand-ins, trained on one tokenisation, never would. A loop
 that decodes a completion and encodes it again then trains ids that were not sampled, and only a
-completion with a second spelling shows it. The pieces are forced like a demonstration's tokens:
-their log-probabilities are the model's own.
+completion with a second spelling shows it. The completion is sampled as ever and then gone through
+once more with its tokens given, as a demonstration's are: its text is what it would have been, its
+log-probabilities are the model's own for the new ids.
 """
 
 import random
@@ -29,15 +30,20 @@ class Spelling:
         rng = random.Random(f"spelling {stream_seed} {index}")
         return rng.randrange(FIRST_POSITIONS) if rng.random() < self.share else None
 
-    def pieces(self, tokenizer: Any, token: int) -> list[int]:
-        """Two ids that write the text of one; empty when there are none."""
-        key = id(tokenizer), token
-        if key not in self._pieces:
-            self._pieces[key] = self._split(tokenizer, token)
-        return self._pieces[key]
+    def respelled(self, tokenizer: Any, tokens: list[int], start: int) -> list[int]:
+        """The tokens with the first from `start` on that has a second spelling written as two;
+        empty when none has."""
+        for place, token in enumerate(tokens[start:], start):
+            key = id(tokenizer), token
+            if key not in self._pieces:
+                self._pieces[key] = self._split(tokenizer, token)
+            if pieces := self._pieces[key]:
+                return [*tokens[:place], *pieces, *tokens[place + 1 :]]
+        return []
 
     @staticmethod
     def _split(tokenizer: Any, token: int) -> list[int]:
+        """Two ids that write the text of one; empty when there are none."""
         if token in tokenizer.all_special_ids:
             return []
         text = tokenizer.decode([token])
