@@ -41,6 +41,8 @@ class Example:
     """What the first step must stay below: otherwise nothing was learnt."""
     fall: float | None = None
     """Share of the first step's value by which that average must lie below it."""
+    also_least: Mapping[str, float] = field(default_factory=dict)
+    """Other keys in metrics.jsonl: what their averages must reach."""
     evaluated: Mapping[str, tuple[float, float]] = field(default_factory=dict)
     """Key of the held-out evaluation: what the base model may reach at most, the trained one must
     at least."""
@@ -57,6 +59,10 @@ class Example:
     """Nothing is sampled for training: a killed run ends with the weights of an unbroken one."""
     weights_within: float = 0.0
     """How far those weights may be apart: a score depends a little on what it is batched with."""
+    from_file: bool = True
+    """Takes `--data FILE.jsonl`."""
+    checks_reward: bool = False
+    """Takes `--check-reward`."""
     gold_answers: bool = False
     """Takes `--check-reward` and rows with a `#### N` answer."""
     dapo_rows: bool = False
@@ -189,6 +195,42 @@ EXAMPLES = [
         short=("--no-eval-base", "--passes", "1"),
         gold_answers=True,
     ),
+    Example(
+        file="search-r1.py",
+        variants=[()],
+        metric="reward/correct",
+        least=0.85,
+        at_first=0.6,
+        also_least={"rollout/valid_tool_call_rate": 0.95},
+        evaluated={"em": (0.6, 0.85)},
+        short=("--no-eval-base", "--prompts-per-step", "4", "--eval-rows", "8"),
+        checks_reward=True,
+        seconds=180,
+    ),
+    Example(
+        file="retool.py",
+        variants=[()],
+        metric="reward/correct",
+        least=0.85,
+        at_first=0.6,
+        also_least={"rollout/valid_tool_call_rate": 0.95},
+        evaluated={"accuracy": (0.6, 0.85)},
+        short=("--no-eval-base", "--prompts-per-step", "4", "--eval-rows", "8"),
+        dapo_rows=True,
+        seconds=180,
+    ),
+    Example(
+        file="alfworld.py",
+        variants=[()],
+        metric="reward/success_rate",
+        least=0.85,
+        at_first=0.6,
+        last=3,
+        evaluated={"seen/success_rate": (0.6, 0.85), "held_out/success_rate": (0.6, 0.85)},
+        short=("--no-eval-base", "--games-per-step", "2", "--eval-games", "4"),
+        from_file=False,
+        seconds=180,
+    ),
 ]
 # The first variant runs with every seed, each of the others with one of them in turn.
 RUNS = [
@@ -273,7 +315,7 @@ def test_it_names_the_skill_version(example: Example) -> None:
 
 @pytest.mark.parametrize(
     "example",
-    [e for e in EXAMPLES if e.gold_answers or e.dapo_rows],
+    [e for e in EXAMPLES if e.gold_answers or e.dapo_rows or e.checks_reward],
     ids=lambda example: example.file,
 )
 def test_the_reward_is_checked(example: Example, tmp_path: Path) -> None:
@@ -284,13 +326,30 @@ def test_the_reward_is_checked(example: Example, tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.parametrize(
+    "example", [e for e in EXAMPLES if e.from_file], ids=lambda example: example.file
+)
+@pytest.mark.parametrize(
+    ("file", "complaint"),
+    [
+        ("none.jsonl", "cannot read none.jsonl"),
+        ("empty.jsonl", "empty.jsonl has 0"),
+        ("half.jsonl", "half.jsonl line 2"),
+    ],
+)
+def test_a_bad_file_is_one_line(
+    example: Example, file: str, complaint: str, tmp_path: Path
+) -> None:
+    (tmp_path / "empty.jsonl").write_text("", encoding="utf-8")
+    (tmp_path / "half.jsonl").write_text('\n{"question": "How"}\n', encoding="utf-8")
+    path = SKILL / "examples" / example.file
+    assert_one_line(run_alone(path, "--data", file, folder=tmp_path), complaint)
+
+
 @ALL
 @pytest.mark.parametrize(
     ("arguments", "complaint"),
     [
-        (["--data", "none.jsonl"], "cannot read none.jsonl"),
-        (["--data", "empty.jsonl"], "empty.jsonl has 0"),
-        (["--data", "half.jsonl"], "half.jsonl line 2"),
         (["--data", "sample", "--steps", "0"], "--steps must be at least 1, got 0"),
         (["--data", "sample", "--swanlab", "online"], "needs SWANLAB_API_KEY"),
     ],
@@ -298,11 +357,8 @@ def test_the_reward_is_checked(example: Example, tmp_path: Path) -> None:
 def test_a_mistake_is_one_line(
     example: Example, arguments: list[str], complaint: str, tmp_path: Path
 ) -> None:
-    (tmp_path / "empty.jsonl").write_text("", encoding="utf-8")
-    (tmp_path / "half.jsonl").write_text('\n{"question": "How"}\n', encoding="utf-8")
-    assert_one_line(
-        run_alone(SKILL / "examples" / example.file, *arguments, folder=tmp_path), complaint
-    )
+    path = SKILL / "examples" / example.file
+    assert_one_line(run_alone(path, *arguments, folder=tmp_path), complaint)
 
 
 @WITH_GOLD
@@ -432,12 +488,15 @@ def test_it_learns(example: Example, variant: tuple[str, ...], seed: int, tmp_pa
     )
     seconds = time.monotonic() - start
     assert done.returncode == 0, done.stderr
-    values = [row[example.metric] for row in metrics_of(tmp_path)]
+    rows = metrics_of(tmp_path)
+    values = [row[example.metric] for row in rows]
     print(f"{example.file} {variant} seed {seed}: {values} in {seconds:.0f} s")
     assert "Traceback" not in done.stderr and "failed" not in done.stdout
     assert values[0] < example.at_first
     at_last = fmean(values[-example.last :])
     assert at_last >= example.least
+    for key, least in example.also_least.items():
+        assert fmean(row[key] for row in rows[-example.last :]) >= least, key
     assert example.fall is None or at_last <= (1 - example.fall) * values[0]
     (state,) = tmp_path.glob("runs/*/run_state.json")
     evaluation = json.loads(state.read_text(encoding="utf-8"))["eval"]

@@ -177,7 +177,7 @@ LINKS = ["friend", "boss", "cousin", "coach"]
 
 
 def sample_world(count: int) -> tuple[list[Row], list[str]]:
-    """Questions about people who do not exist, two thirds of them in two hops, and all facts on them."""
+    """Questions about people who do not exist, two thirds in two hops, and all facts on them."""
     rng = random.Random(0)
     facts, rows = [], []
     # A link leads from the first half to the second: a search for "friend of Ana" cannot also find
@@ -204,20 +204,21 @@ def sample_world(count: int) -> tuple[list[Row], list[str]]:
     return rng.sample(rows, min(count, len(rows))), facts
 
 
-def read_jsonl(path: Path, flag: str) -> list[dict[str, Any]]:
-    """The objects of a .jsonl file; SystemExit names the line that is none."""
+def read_jsonl(path: Path, flag: str) -> dict[str, dict[str, Any]]:
+    """The objects of a .jsonl file by their place; SystemExit names the line that is none."""
     try:
         # Not splitlines(): JSON strings may hold other line separators.
         lines = path.read_text(encoding="utf-8-sig").split("\n")
     except (OSError, UnicodeDecodeError) as error:
         stop(f"cannot read {path} ({error}); {flag} takes a .jsonl file")
-    found = []
+    found = {}
     for number, line in enumerate(lines, start=1):
         if line.strip():
+            place = f"{path} line {number}"
             try:
-                found.append(dict(json.loads(line)))
+                found[place] = dict(json.loads(line))
             except (ValueError, TypeError) as error:
-                stop(f"{path} line {number} is no JSON object: {error}")
+                stop(f"{place} is no JSON object: {error}")
     return found
 
 
@@ -258,10 +259,9 @@ def load_rows(config: Config) -> tuple[list[Row], list[Row]]:
     if config.data == "sample":
         rows = sample_world(256 + config.eval_rows)[0]
     else:
-        path = Path(config.data)
-        raw_rows = read_jsonl(path, "--data, when it is not nq_hotpotqa or sample,")
-        raws = [to_row(raw, f"{path} line {n}") for n, raw in enumerate(raw_rows, start=1)]
-        rows = list({row["question"]: row for row in raws}.values())
+        raws = read_jsonl(Path(config.data), "--data, when it is not nq_hotpotqa or sample,")
+        given = [to_row(raw, place) for place, raw in raws.items()]
+        rows = list({row["question"]: row for row in given}.values())
     if len(rows) < 5:
         stop(f"{config.data} has {len(rows)} different questions; give at least 5")
     random.Random(0).shuffle(rows)
@@ -303,7 +303,7 @@ def open_index(config: Config) -> Search:
             stop(f"{path} is no readable index ({reason}); delete it and give --corpus to build it")
     else:
         if config.corpus:
-            documents = read_jsonl(config.corpus, "--corpus")
+            documents = read_jsonl(config.corpus, "--corpus").values()
             texts = [text for d in documents if isinstance(text := d.get("text"), str)]
             if len(texts) < len(documents) or not any(text.split() for text in texts):
                 stop(f'{config.corpus} must have a "text" in every line, and some words')
