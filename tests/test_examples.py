@@ -229,7 +229,7 @@ EXAMPLES = [
         evaluated={"seen/success_rate": (0.6, 0.85), "held_out/success_rate": (0.6, 0.85)},
         short=("--no-eval-base", "--games-per-step", "2", "--eval-games", "4"),
         from_file=False,
-        seconds=180,
+        seconds=300,
     ),
 ]
 # The first variant runs with every seed, each of the others with one of them in turn.

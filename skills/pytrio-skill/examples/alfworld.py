@@ -114,8 +114,8 @@ class Config:
 
 
 # What `--data sample` replaces; a flag on the command line still wins.
-SAMPLE: dict[str, Any] = {"steps": 10, "games_per_step": 4, "learning_rate": 6e-4, "max_steps": 7}
-SAMPLE |= {"max_tokens": 48, "eval_games": 24, "eval_temperature": 1.0, "save_every": 5}
+SAMPLE: dict[str, Any] = {"steps": 12, "games_per_step": 4, "learning_rate": 6e-4, "max_steps": 7}
+SAMPLE |= {"max_tokens": 48, "eval_games": 24, "eval_temperature": 1.0, "save_every": 4}
 # What may differ when a run is resumed; any other change makes it another run.
 FREE_TO_CHANGE = {"steps", "save_every", "run_dir", "fresh", "swanlab", "eval_base", "games"}
 
