@@ -433,8 +433,7 @@ def new_environment(alfred: bool) -> tuple[Any, Any]:
     return AlfredDemangler(env, shuffle=False), env.downward_lib
 
 
-# No step of ALFWorld towards a goal: accepted, but not listed.
-UNLISTED = ("look", "inventory", "help", "examine")
+UNLISTED = "help"  # the engine's own command; public code leaves it out, too
 
 
 def natural(command: str) -> tuple[bool, list[Any]]:
@@ -506,7 +505,7 @@ class House:
         commands = [] if won else list(state["admissible_commands"])
         self._commands = {" ".join(command.lower().split()): command for command in commands}
         if self.game.task is None:
-            listed = [c for c in self._commands if c.split()[0] not in UNLISTED]
+            listed = [c for c in self._commands if c != UNLISTED]
             actions = tuple(sorted(listed, key=natural))
         else:
             last = len(self._rank)
