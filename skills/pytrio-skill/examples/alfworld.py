@@ -426,10 +426,15 @@ def new_environment(alfred: bool) -> tuple[Any, Any]:
     env = PddlEnv(EnvInfos(won=True, admissible_commands=True))
     if not alfred:
         return env, env.downward_lib
+    path, here = list(sys.path), os.path.dirname(os.path.realpath(__file__))
     try:
+        # This file has the package's name, and a script's own folder comes first.
+        sys.path[:] = [folder for folder in path if os.path.realpath(folder) != here]
         from alfworld.agents.environment.alfred_tw_env import AlfredDemangler
     except ImportError as error:
         stop(f"these games need alfworld ({error}): {INSTALL}")
+    finally:
+        sys.path[:] = path
     return AlfredDemangler(env, shuffle=False), env.downward_lib
 
 
@@ -560,8 +565,10 @@ def parse_turn(text: str) -> tuple[Literal["call", "answer", "malformed"], str]:
     text = text.rpartition("</think>")[2].strip()
     if not re.search(r"</?tool_call|<function=", text):
         return "answer", text
-    called = re.fullmatch(r"[^<]*<tool_call>\s*(.*?)\s*</tool_call>", text, re.DOTALL)
-    body = called[1] if called else ""
+    before, _, rest = text.partition("<tool_call>")
+    body, closed, after = rest.rpartition("</tool_call>")
+    whole = closed and not after and not re.search(r"</tool_call|<function=|<think>", before)
+    body = body.strip() if whole else ""
     xml = rf"<function={name}>\s*<parameter={parameter}>(.*)</parameter>\s*</function>"
     argument: Any = None
     if found := re.fullmatch(xml, body, re.DOTALL):
@@ -570,9 +577,11 @@ def parse_turn(text: str) -> tuple[Literal["call", "answer", "malformed"], str]:
         try:
             call = json.loads(body)
             argument = call["arguments"][parameter] if call["name"] == name else None
-        except (ValueError, TypeError, KeyError):
+        except (ValueError, TypeError, KeyError, RecursionError):
             pass
-    if not isinstance(argument, str) or not argument.strip() or "<tool_call>" in argument:
+    if not isinstance(argument, str) or not argument.strip():
+        return "malformed", text
+    if re.search(r"<tool_call>|<function=|<parameter=", argument):  # another call
         return "malformed", text
     return "call", argument.strip("\n")
 

@@ -865,8 +865,10 @@ def parse_turn(text: str) -> tuple[Literal["call", "answer", "malformed"], str]:
     text = text.rpartition("</think>")[2].strip()
     if not re.search(r"</?tool_call|<function=", text):
         return "answer", text
-    called = re.fullmatch(r"[^<]*<tool_call>\s*(.*?)\s*</tool_call>", text, re.DOTALL)
-    body = called[1] if called else ""
+    before, _, rest = text.partition("<tool_call>")
+    body, closed, after = rest.rpartition("</tool_call>")
+    whole = closed and not after and not re.search(r"</tool_call|<function=|<think>", before)
+    body = body.strip() if whole else ""
     xml = rf"<function={name}>\s*<parameter={parameter}>(.*)</parameter>\s*</function>"
     argument: Any = None
     if found := re.fullmatch(xml, body, re.DOTALL):
@@ -875,9 +877,11 @@ def parse_turn(text: str) -> tuple[Literal["call", "answer", "malformed"], str]:
         try:
             call = json.loads(body)
             argument = call["arguments"][parameter] if call["name"] == name else None
-        except (ValueError, TypeError, KeyError):
+        except (ValueError, TypeError, KeyError, RecursionError):
             pass
-    if not isinstance(argument, str) or not argument.strip() or "<tool_call>" in argument:
+    if not isinstance(argument, str) or not argument.strip():
+        return "malformed", text
+    if re.search(r"<tool_call>|<function=|<parameter=", argument):  # another call
         return "malformed", text
     return "call", argument.strip("\n")
 
@@ -966,7 +970,7 @@ def shown(tokenizer: Any, ran: Ran, limit: int) -> str:
     text = without_marks(tokenizer, ran.output.strip("\n"))
     ids = tokenizer.encode(text, add_special_tokens=False)
     text = tokenizer.decode(ids[-limit:]) if len(ids) > limit else text
-    return f"{text}\n[{ran.note}]".lstrip() if ran.note else text
+    return f"{text}\n[{ran.note}]".lstrip("\n") if ran.note else text
 
 
 @dataclass(frozen=True)

@@ -312,8 +312,11 @@ def open_index(config: Config) -> Search:
         else:
             where = f"there is no index at {path}" if path else "--backend bm25 has no documents"
             stop(f"{where}; give --corpus FILE.jsonl, or --backend wikipedia")
+        words = bm25s.tokenize(texts, show_progress=False)
+        if not any(words.ids):
+            stop(f"{config.corpus} has no words to search for")
         index = bm25s.BM25()
-        index.index(bm25s.tokenize(texts, show_progress=False), show_progress=False)
+        index.index(words, show_progress=False)
         if path:  # whole or not at all
             unfinished = path.with_name(path.name + ".tmp")
             shutil.rmtree(unfinished, ignore_errors=True)
@@ -369,10 +372,13 @@ class Wikipedia:
                     with self.lock:
                         self.free_at = max(self.free_at, time.monotonic() + min(wait, 60))
                     continue
-                pages = answer.raise_for_status().json().get("query", {}).get("pages", [])
+                reply = answer.raise_for_status().json()
+                if "error" in reply:  # with status 200, as MediaWiki says it is busy
+                    raise ValueError(reply["error"])
+                pages = reply.get("query", {}).get("pages", [])
                 pages.sort(key=lambda page: page["index"])
                 return [f"{page['title']}: {page.get('extract', '')}" for page in pages]
-            except (httpx.HTTPError, ValueError, KeyError, AttributeError) as error:
+            except (httpx.HTTPError, ValueError, KeyError, TypeError, AttributeError) as error:
                 reason = repr(error)
         raise SearchFailedError(reason)
 
@@ -501,8 +507,10 @@ def parse_turn(text: str) -> tuple[Literal["call", "answer", "malformed"], str]:
     text = text.rpartition("</think>")[2].strip()
     if not re.search(r"</?tool_call|<function=", text):
         return "answer", text
-    called = re.fullmatch(r"[^<]*<tool_call>\s*(.*?)\s*</tool_call>", text, re.DOTALL)
-    body = called[1] if called else ""
+    before, _, rest = text.partition("<tool_call>")
+    body, closed, after = rest.rpartition("</tool_call>")
+    whole = closed and not after and not re.search(r"</tool_call|<function=|<think>", before)
+    body = body.strip() if whole else ""
     xml = rf"<function={name}>\s*<parameter={parameter}>(.*)</parameter>\s*</function>"
     argument: Any = None
     if found := re.fullmatch(xml, body, re.DOTALL):
@@ -511,9 +519,11 @@ def parse_turn(text: str) -> tuple[Literal["call", "answer", "malformed"], str]:
         try:
             call = json.loads(body)
             argument = call["arguments"][parameter] if call["name"] == name else None
-        except (ValueError, TypeError, KeyError):
+        except (ValueError, TypeError, KeyError, RecursionError):
             pass
-    if not isinstance(argument, str) or not argument.strip() or "<tool_call>" in argument:
+    if not isinstance(argument, str) or not argument.strip():
+        return "malformed", text
+    if re.search(r"<tool_call>|<function=|<parameter=", argument):  # another call
         return "malformed", text
     return "call", argument.strip("\n")
 

@@ -257,7 +257,7 @@ def check_groups(joined: Joined) -> Iterator[Hit]:
     per_step = [g for g in joined.groups if g.advantages or trained_around(joined, g)]
     if not per_step or not advantages_are_constant(joined):
         return
-    many = [g for g in per_step if len(g.members) > 1]
+    many = [g for g in per_step if len(g.members) > 1 and not are_later_turns(joined, g)]
     at_once = [g for g in per_step if is_first_wave(joined, g)]
     alone = [g for g in at_once if len(g.members) == 1]
     if len(alone) > 0.8 * len(at_once):
@@ -314,6 +314,20 @@ def is_first_wave(joined: Joined, group: Group) -> bool:
     """Whether a group was asked for before any answer of its sampling client: no later turn."""
     request = joined.sequences[group.members[0]].request
     return request.started < joined.first_answer[request.sampler.id]
+
+
+def are_later_turns(joined: Joined, group: Group) -> bool:
+    """Whether a group is no group but later turns whose prompts happen to be alike: each asked for
+    alone, behind an earlier answer. They carry their conversations' advantages."""
+    requests = [joined.sequences[member].request for member in group.members]
+    chat = joined.trace.chats.get(requests[0].sampler.folder)
+    if is_first_wave(joined, group) or any(len(r.sequences) > 1 for r in requests) or not chat:
+        return False
+    header, prompt = np.array(chat.header, np.int32), requests[0].prompt
+    if not 0 < len(header) <= len(prompt):
+        return False
+    windows = np.lib.stride_tricks.sliding_window_view(prompt, len(header))
+    return int((windows == header).all(axis=1).sum()) > 1
 
 
 def trained_around(joined: Joined, group: Group) -> bool:
