@@ -16,13 +16,13 @@ PRACTISED = ("words", "maths", "chat", "search", "code", "household")
 
 
 def test_sizes() -> None:
-    """One model with its tokenizer stays below 6 MB, all of them below 8 MB."""
+    """One model with its tokenizer stays below 6 MB, all of them below 10 MB."""
     sizes = {
         folder.name: sum(path.stat().st_size for path in folder.iterdir())
         for folder in WEIGHTS.iterdir()
     }
-    assert sizes["standin"] < 6_000_000
-    assert sum(sizes.values()) < 8_000_000
+    assert max(sizes.values()) < 6_000_000
+    assert sum(sizes.values()) < 10_000_000
 
 
 def test_one_tokenizer_for_all() -> None:

@@ -28,7 +28,13 @@ from starlette.routing import Route
 
 from trio_local.http import json_body, raw_body, require_content_type
 from trio_local.protocol import ApiError, check_nesting, pack, unpack, validation_message
-from trio_local.recording import packed_floats, packed_ids, prompt_mark
+from trio_local.recording import (
+    packed_floats,
+    packed_ids,
+    packed_picture,
+    picture_id,
+    prompt_mark,
+)
 from trio_local.state import (
     ENDED_STATUSES,
     MAX_EVENTS_AHEAD,
@@ -247,7 +253,13 @@ def prompt_marks(payload: Any) -> set[int]:
     """The marks of a call's samples: after a resume they tell whether the data went on."""
     marks = set()
     for datum in payload.data:
-        tokens = [t for c in datum.model_input.chunks for t in getattr(c, "tokens", ())]
+        tokens: list[int] = []
+        for chunk in datum.model_input.chunks:
+            if chunk.type == "encoded_text":
+                tokens += chunk.tokens
+            else:
+                count = chunk.expected_tokens or 0
+                tokens += [picture_id(packed_picture(chunk.data, count)["image"])] * count
         signal = datum.weights if datum.advantages is None else datum.advantages
         marks.add(prompt_mark(tokens, signal or ()))
     return marks
@@ -388,14 +400,13 @@ def record_event(state: State, run: TrainingRun, event: Event, submitted: float)
 
 def packed_datum(datum: dict[str, Any], output: dict[str, Any]) -> dict[str, Any]:
     """A wire datum with its lists as bytes, and the log-probabilities it was answered with."""
-    chunks = [
-        packed_ids(chunk["tokens"])
-        if chunk.get("type", "encoded_text") == "encoded_text"
-        else chunk
-        for chunk in datum["model_input"]["chunks"]
-    ]
     packed: dict[str, Any] = {
-        "input": chunks,
+        "input": [
+            packed_ids(chunk["tokens"])
+            if chunk.get("type", "encoded_text") == "encoded_text"
+            else packed_picture(chunk["data"], chunk.get("expected_tokens") or 0)
+            for chunk in datum["model_input"]["chunks"]
+        ],
         "target_ids": packed_ids(datum["target_ids"]),
         "served_logprobs": output["logprobs"]["data"],
     }
@@ -448,15 +459,6 @@ def queue_sample(state: State, run: SamplingRun, body: SampleRequest) -> Future:
             f"num_samples is {body.num_samples}, at most {MAX_SAMPLES_PER_REQUEST} are sampled "
             "at once",
         )
-    prompt: list[int] = []
-    for chunk in body.prompt.chunks:
-        if chunk.type != "encoded_text":
-            raise ApiError(
-                422,
-                "images_not_supported",
-                f"{run.served.name} is served by the text model {run.served.kind}",
-            )
-        prompt.extend(chunk.tokens)
     # Without a seed the stream depends on what is asked and how often, not on when it arrives,
     # so that a concurrent loop is reproducible.
     whole_request = body.model_dump_json(exclude={"request_id"})
@@ -466,6 +468,7 @@ def queue_sample(state: State, run: SamplingRun, body: SampleRequest) -> Future:
     def make_job(loaded: Any, future: Future) -> Any:
         from trio_local.sampler import SampleJob, sampling_spec, stream_seed
 
+        prompt, pictures = loaded.read_input(body.prompt.chunks, "the prompt")
         check_prompt(prompt, loaded.vocabulary_size)
         if body.topk_prompt_logprobs > loaded.vocabulary_size:
             raise ApiError(
@@ -487,6 +490,7 @@ def queue_sample(state: State, run: SamplingRun, body: SampleRequest) -> Future:
 
         return SampleJob(
             prompt=prompt,
+            pictures=pictures,
             spec=spec,
             num_samples=body.num_samples,
             want_prompt_logprobs=body.return_prompt_logprobs,
@@ -520,7 +524,7 @@ async def sample_answer(
     """Wait for a request's result, record it, and encode it as the SDK reads it."""
     started = time.time()
     result = await future
-    prompt_tokens = sum(len(getattr(c, "tokens", ())) for c in body.prompt.chunks)
+    prompt_tokens = result.prompt_tokens
     output_tokens = sum(len(sequence.tokens) for sequence in result.sequences)
     answer: dict[str, Any] = {
         "request_id": body.request_id,
@@ -549,12 +553,15 @@ def record_sample(
     state: State, run: SamplingRun, body: SampleRequest, result: Any, started: float
 ) -> None:
     state.recorder.model(run.served.model_id, state.engine.chat(run.served))
+    picture_tokens = iter(result.picture_tokens)
     fields: dict[str, Any] = {
         "run": run.cuid,
         "snapshot": run.snapshot,
         "request": body.request_id,
         "prompt": [
-            packed_ids(c.tokens) if c.type == "encoded_text" else c.model_dump()
+            packed_ids(c.tokens)
+            if c.type == "encoded_text"
+            else packed_picture(c.data, next(picture_tokens))
             for c in body.prompt.chunks
         ],
         "params": body.sampling_params,

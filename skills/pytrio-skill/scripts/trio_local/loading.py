@@ -4,15 +4,24 @@ import copy
 import inspect
 import logging
 import warnings
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    AutoTokenizer,
+)
 from transformers.utils.logging import disable_progress_bar
 
 from trio_local.catalogue import ServedModel, context_length
+from trio_local.protocol import ApiError
+
+if TYPE_CHECKING:
+    from trio_local.vision import Picture
 
 # transformers' models: their attributes depend on the architecture, so they are not typed.
 Model: TypeAlias = Any
@@ -48,10 +57,18 @@ class LoadedModel:
         self.served = served
         self.device = torch.device(device)
         self.tokenizer = AutoTokenizer.from_pretrained(served.folder, local_files_only=True)
-        model: Model = AutoModelForCausalLM.from_pretrained(
+        config = AutoConfig.from_pretrained(served.folder, local_files_only=True)
+        sees = hasattr(config, "vision_config")
+        kind = AutoModelForImageTextToText if sees else AutoModelForCausalLM
+        model: Model = kind.from_pretrained(
             served.folder, dtype=torch.float32, local_files_only=True
         )
         self.model: Model = model.to(self.device).eval().requires_grad_(False)
+        self.eye: Any = None
+        if sees:
+            from trio_local.vision import Eye
+
+            self.eye = Eye(served.folder, self.model)
         self.vocabulary_size = int(self.model.config.get_text_config().vocab_size)
         self.context_length = context_length(served)
         self.end_ids = self._end_ids()
@@ -71,6 +88,48 @@ class LoadedModel:
         own = self.tokenizer.eos_token_id
         return own if own is not None else min(self.end_ids, default=None)
 
+    def read_input(self, chunks: Sequence[Any], place: str) -> tuple[list[int], list["Picture"]]:
+        """Token ids of a wire input, with a placeholder for each visual token, and its pictures.
+
+        Raises ApiError 422 for a picture that is refused, and for any on a text model.
+        """
+        tokens: list[int] = []
+        pictures: list[Picture] = []
+        for index, chunk in enumerate(chunks):
+            if chunk.type == "encoded_text":
+                if self.eye is not None and self.eye.placeholder in chunk.tokens:
+                    raise ApiError(
+                        422,
+                        "placeholder_without_image",
+                        f"{place}: token {self.eye.placeholder} stands for a picture; send it as "
+                        "an ImageChunk between the texts",
+                    )
+                tokens.extend(chunk.tokens)
+                continue
+            if self.eye is None:
+                raise ApiError(
+                    422,
+                    "images_not_supported",
+                    f"{place} has an image, {self.served.name} is served by the text model "
+                    f"{self.served.kind}; `--model '*=vl'` serves one that sees",
+                )
+            pictures.append(self.eye.read(chunk, f"{place}, chunk {index}"))
+            tokens.extend([self.eye.placeholder] * pictures[-1].tokens)
+        return tokens, pictures
+
+    def decoder_input(
+        self, tokens: torch.Tensor, pictures: Sequence["Picture"]
+    ) -> dict[str, torch.Tensor]:
+        """What the model is called with for rows of ids [rows, positions] whose pictures, in order,
+        stand in them as placeholders."""
+        if self.eye is None:
+            return {"input_ids": tokens}
+        # Given, or the class would number pictures in its own way.
+        positions = torch.arange(tokens.shape[1], device=tokens.device).expand(tokens.shape)
+        if not pictures:
+            return {"input_ids": tokens, "position_ids": positions}
+        return {"inputs_embeds": self.eye.embedded(tokens, pictures), "position_ids": positions}
+
     def linear_modules(self, spec: LoraSpec) -> list[str]:
         """Full names of the linear layers that the LoRA flags select."""
         head = self.model.get_output_embeddings()
@@ -79,6 +138,8 @@ class LoadedModel:
             if not isinstance(module, torch.nn.Linear):
                 continue
             parts = name.split(".")
+            if "visual" in parts:
+                continue
             is_wanted = (
                 (spec.train_unembed and module is head)
                 or (spec.train_mlp and any("mlp" in part for part in parts))

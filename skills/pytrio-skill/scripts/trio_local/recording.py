@@ -3,9 +3,11 @@
 `trace.msgpack` is a sequence of MessagePack maps. The first has kind `header`, the last kind
 `end`; a file without the last one was cut short. Lists of token ids are packed as little-endian
 int32 bytes and lists of floats as float32 bytes: a trained token takes 12 bytes (SFT) or 20
-(policy losses), a sampled one 8, a prompt token 4. Beyond `MAX_BYTES` only small records are kept.
+(policy losses), a sampled one 8, a prompt token 4; a picture is a hash. Beyond `MAX_BYTES` only
+small records are kept.
 """
 
+import hashlib
 import json
 import threading
 import time
@@ -28,6 +30,16 @@ SMALL_RECORD_BYTES = 4096
 def packed_ids(values: list[int]) -> bytes:
     """Token ids as little-endian int32."""
     return np.asarray(values, dtype="<i4").tobytes()
+
+
+def packed_picture(data: bytes, tokens: int) -> dict[str, Any]:
+    """A picture by what tells it from others; its bytes are not kept."""
+    return {"image": hashlib.sha256(data).hexdigest()[:16], "bytes": len(data), "tokens": tokens}
+
+
+def picture_id(digest: str) -> int:
+    """The negative number that stands for each token of a picture in a row of ids."""
+    return -2 - int(digest[:7], 16)
 
 
 def packed_floats(values: list[float]) -> bytes:

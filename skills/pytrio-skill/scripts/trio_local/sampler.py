@@ -11,7 +11,7 @@ special tokens and ends before a stop string.
 import hashlib
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -22,6 +22,9 @@ from trio_local.demos import Demos
 from trio_local.loading import LoadedModel, Model
 from trio_local.protocol import ApiError
 from trio_local.spelling import Spelling
+
+if TYPE_CHECKING:
+    from trio_local.vision import Picture
 
 # A prefill call stops growing at this many padded prompt tokens: only memory depends on it.
 MAX_PREFILL_TOKENS = 16 * 1024
@@ -127,7 +130,8 @@ def listed(value: Any, of: type, name: str, refuse: Callable[[str], ApiError]) -
 
 @dataclass
 class SampleJob:
-    """One sampling request on its way through the batch."""
+    """One sampling request on its way through the batch; pictures stand in its prompt as
+    placeholders."""
 
     prompt: list[int]
     spec: SamplingSpec
@@ -136,8 +140,12 @@ class SampleJob:
     topk_prompt_logprobs: int
     stream_seed: int
     finish: Callable[["SampleResult | BaseException"], None]
-    result: "SampleResult" = field(default_factory=lambda: SampleResult([]))
+    pictures: list["Picture"] = field(default_factory=list)
+    result: "SampleResult" = field(init=False)
     unfinished: int = 0
+
+    def __post_init__(self) -> None:
+        self.result = SampleResult([], len(self.prompt), [p.tokens for p in self.pictures])
 
 
 @dataclass
@@ -145,6 +153,8 @@ class SampleResult:
     """What a request gets back; log-probabilities are natural logarithms."""
 
     sequences: list["Sequence"]
+    prompt_tokens: int  # visual ones included
+    picture_tokens: list[int]
     prompt_logprobs: list[float | None] | None = None
     topk_prompt_logprobs: list[list[tuple[int, float]] | None] | None = None
 
@@ -267,28 +277,29 @@ class Batch:
     @torch.inference_mode()
     def admit(self, jobs: list[SampleJob]) -> None:
         """Prefill the jobs' prompts, each distinct prompt once, and choose the first tokens."""
-        rows_by_prompt: dict[tuple[int, ...], list[SampleJob]] = {}
+        jobs_by_prompt: dict[tuple[tuple[int, ...], tuple[str, ...]], list[SampleJob]] = {}
         for job in jobs:
-            rows_by_prompt.setdefault(tuple(job.prompt), []).append(job)
-        prompts = sorted(rows_by_prompt, key=len)
+            key = tuple(job.prompt), tuple(picture.digest for picture in job.pictures)
+            jobs_by_prompt.setdefault(key, []).append(job)
+        prompts = sorted(jobs_by_prompt, key=lambda key: len(key[0]))
         start = 0
         for end in range(1, len(prompts) + 1):
             is_full = (
-                end < len(prompts) and len(prompts[end]) * (end + 1 - start) > MAX_PREFILL_TOKENS
+                end < len(prompts) and len(prompts[end][0]) * (end + 1 - start) > MAX_PREFILL_TOKENS
             )
             if end == len(prompts) or is_full:
-                group = prompts[start:end]
-                self._prefill(group, [rows_by_prompt[prompt] for prompt in group])
+                self._prefill([jobs_by_prompt[key] for key in prompts[start:end]])
                 start = end
 
-    def _prefill(
-        self, prompts: list[tuple[int, ...]], jobs_by_prompt: list[list[SampleJob]]
-    ) -> None:
+    def _prefill(self, jobs_by_prompt: list[list[SampleJob]]) -> None:
         device = self.loaded.device
+        prompts = [jobs[0].prompt for jobs in jobs_by_prompt]
         width = max(map(len, prompts))
-        tokens = torch.tensor([p + (0,) * (width - len(p)) for p in prompts], device=device)
+        tokens = torch.tensor([p + [0] * (width - len(p)) for p in prompts], device=device)
         lengths = torch.tensor([len(p) for p in prompts], device=device)
-        output = self.model.get_decoder()(input_ids=tokens, use_cache=True)
+        pictures = [picture for jobs in jobs_by_prompt for picture in jobs[0].pictures]
+        given = self.loaded.decoder_input(tokens, pictures)
+        output = self.model.get_decoder()(**given, use_cache=True)
         cache = getattr(output, self.loaded.cache_argument)
         hidden, head = output.last_hidden_state, self.model.get_output_embeddings()
         for row, jobs in enumerate(jobs_by_prompt):
@@ -330,9 +341,7 @@ class Batch:
         chosen = [self.demos.choose(matching, job.stream_seed, i) for i in range(job.num_samples)]
         return [self.demos.tokens(entry, tokenizer, end_id) if entry else [] for entry in chosen]
 
-    def _score_prompt(
-        self, prompt: tuple[int, ...], logits: torch.Tensor, jobs: list[SampleJob]
-    ) -> None:
+    def _score_prompt(self, prompt: list[int], logits: torch.Tensor, jobs: list[SampleJob]) -> None:
         """Log-probability of every prompt token given those before it; None for the first."""
         logprobs = torch.log_softmax(logits.float(), dim=-1)
         targets = torch.tensor(prompt[1:], device=logits.device)

@@ -3,7 +3,7 @@
 import json
 import math
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -20,6 +20,9 @@ from trio_local.loading import LoadedModel, LoraSpec, shared_copy
 from trio_local.losses import IGNORED_TARGET, LOSSES, TokenBatch, counted, divisor, loss_settings
 from trio_local.protocol import ApiError
 
+if TYPE_CHECKING:
+    from trio_local.vision import Picture
+
 # A microbatch stops growing at this many logits (32 MB of float32; activations are about ten times
 # as much). Larger ones were measured to be no faster.
 MAX_LOGITS_PER_MICROBATCH = 8 * 1024 * 1024
@@ -29,9 +32,11 @@ OPTIMIZER_FIELDS = ("exp_avg", "exp_avg_sq", "step")
 
 @dataclass(frozen=True)
 class Sample:
-    """One datum as numbers; every list has the length of `tokens`."""
+    """One datum as numbers; every list has the length of `tokens`, in which the pictures stand as
+    placeholders."""
 
     tokens: list[int]
+    pictures: list["Picture"]
     targets: list[int]
     fields: dict[str, list[float]]
 
@@ -125,16 +130,7 @@ class Trainer:
 
     def _checked(self, index: int, datum: TrainerForwardDatum, loss_name: str) -> Sample:
         """Read one wire datum. Raises ApiError 422 naming the sample and both numbers."""
-        tokens: list[int] = []
-        for chunk in datum.model_input.chunks:
-            if chunk.type != "encoded_text":
-                raise ApiError(
-                    422,
-                    "images_not_supported",
-                    f"sample {index} has an image, {self.loaded.served.name} is served by the "
-                    f"text model {self.loaded.served.kind}",
-                )
-            tokens.extend(chunk.tokens)
+        tokens, pictures = self.loaded.read_input(datum.model_input.chunks, f"sample {index}")
         length = len(tokens)
         if not 1 <= length <= self.loaded.context_length:
             raise ApiError(
@@ -166,7 +162,7 @@ class Trainer:
         for name, values in fields.items():
             if not all(map(math.isfinite, values)):
                 raise ApiError(422, "not_finite", f"sample {index}: {name} has a NaN or infinity")
-        return Sample(tokens, datum.target_ids, fields)
+        return Sample(tokens, pictures, datum.target_ids, fields)
 
     def _check_ids(self, index: int, what: str, ids: np.ndarray) -> None:
         outside = np.flatnonzero((ids < 0) | (ids >= self.loaded.vocabulary_size))
@@ -209,7 +205,9 @@ class Trainer:
         if auto_shift:
             targets[:, 0] = IGNORED_TARGET
         active = targets != IGNORED_TARGET
-        logits = self.model(input_ids=tokens, use_cache=False).logits.float()
+        pictures = [picture for sample in samples for picture in sample.pictures]
+        given = self.loaded.decoder_input(tokens, pictures)
+        logits = self.model(**given, use_cache=False).logits.float()
         if auto_shift:
             logits = torch.cat([logits[:, :1], logits[:, :-1]], dim=1)
         logprobs = -F.cross_entropy(
