@@ -932,6 +932,19 @@ def refusing(status: int, message: str, story: Story) -> None:
     story.refused(status, "invalid_request", message)
 
 
+def picture(story: Story, tokens: int) -> Ids:
+    """A question behind a picture: each of its tokens is the same negative number."""
+    return [-2 - int(story.rng.integers(2**28))] * tokens + story.question()
+
+
+def seeing(evaluated: int, story: Story) -> None:
+    """GRPO on pictures, then a look at others."""
+    grpo(story, question=partial(picture, tokens=16))
+    sampler = story.sampler("train1")
+    for _ in range(6):
+        story.sample(sampler, picture(story, evaluated), 1, {"temperature": 0.0})
+
+
 def incomplete(story: Story) -> None:
     sft(story)
     story.is_complete = False
@@ -1411,6 +1424,12 @@ CASES: dict[str, Case] = {
         partial(refusing, 422, "no such loss"),
         partial(refusing, 503, "no such loss"),
         r"^1 request refused; the first, 422 invalid_request: no such loss$",
+    ),
+    "A18-picture-size": Case(
+        partial(seeing, 64),
+        partial(seeing, 16),
+        r"^all 6 pictures of training completions have 16 visual tokens, all 6 of other requests "
+        "64$",
     ),
     "A19-fault": Case(
         partial(refusing, 503, "fault: sampler unavailable"),

@@ -2274,6 +2274,75 @@ _REJECT = (
     ),
 )
 
+_VISION = (
+    Mutant(
+        "vision-count",
+        "vision",
+        (("expected_tokens=count)", "expected_tokens=count + 1)"),),
+        ("A18",),
+        "visual tokens are counted with the image placeholder",
+        crashes=True,
+    ),
+    Mutant(
+        "vision-swapped",
+        "vision",
+        (("chunks = [first, picture, last,", "chunks = [last, picture, first,"),),
+        ("A02",),
+        "the texts before and after the picture change places in the datum",
+    ),
+    Mutant(
+        "vision-moved",
+        "vision",
+        (("chunks = [first, picture, last,", "chunks = [picture, first, last,"),),
+        ("A02",),
+        "the picture stands before all text in the datum",
+    ),
+    Mutant(
+        "vision-truncated",
+        "vision",
+        (("chunks = [first, picture, last,", "chunks = [first, last,"),),
+        ("A02",),
+        "a length limit that cuts the picture out of the datum",
+    ),
+    Mutant(
+        "vision-other-picture",
+        "vision",
+        (
+            (
+                "                data.append(to_datum(prompt, sequence, reward - mean))\n",
+                "                data.append(to_datum(prompts[0], sequence, reward - mean))\n",
+            ),
+        ),
+        ("A02",),
+        "every completion is trained behind the first prompt and picture",
+    ),
+    Mutant(
+        "vision-resize",
+        "vision",
+        (("judge.sample(encode_prompt(row, SIDE)", "judge.sample(encode_prompt(row, 2 * SIDE)"),),
+        ("A18",),
+        "evaluation sees the pictures in another size than training",
+    ),
+    Mutant(
+        "vision-late",
+        "vision",
+        (
+            (
+                "ahead = len(model_input) - len(answer)",
+                "ahead = len(model_input) - len(answer) + 1",
+            ),
+            (
+                '"target_tokens": [0] * ahead + answer,',
+                '"target_tokens": [0] * ahead + answer[1:],',
+            ),
+            ('"logprobs": [0.0] * ahead + old,', '"logprobs": [0.0] * ahead + old[1:],'),
+            ("[advantage] * len(answer),", "[advantage] * (len(answer) - 1),"),
+        ),
+        ("A01",),
+        "the first token of the answer has no advantage",
+    ),
+)
+
 MUTANTS = (
     *_SFT,
     *_SFT_MULTITURN,
@@ -2287,4 +2356,5 @@ MUTANTS = (
     *_RESUME,
     *_PPO_EPOCHS,
     *_REJECT,
+    *_VISION,
 )

@@ -26,7 +26,7 @@ from queue import Queue
 from typing import Any
 
 from catalogue import LOOPS, MUTANTS, Mutant, loop_source, mutated_source
-from warm import TIMED_OUT, Warm
+from warm import SERVED, TIMED_OUT, Warm
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -135,7 +135,7 @@ def dry_run(outcome: Outcome, source: str, args: tuple[str, ...], skill: Path, h
     script = home / f"{outcome.name.replace('-', '_')}.py"
     script.write_text(source, encoding="utf-8")
     record = home / "record"
-    command = [sys.executable, str(skill / "scripts" / "dryrun.py"), "run"]
+    command = [sys.executable, str(skill / "scripts" / "dryrun.py"), "run", *SERVED]
     command += ["--record", str(record), "--store", str(home / "store"), str(script), "--", *args]
     environment = {
         **os.environ,

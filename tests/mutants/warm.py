@@ -16,6 +16,8 @@ from pathlib import Path
 from typing import Any
 
 TIMED_OUT = 124
+# The name of the loops that send pictures.
+SERVED = ("--model", "local/vision=vl")
 # A backend keeps every training run in memory; after this many scripts a new one is started.
 SCRIPTS_PER_BACKEND = 40
 
@@ -50,7 +52,7 @@ class Warm:
         self.backends += 1
         self.record = self.folder / f"backend-{self.backends}"
         self.record.mkdir(parents=True)
-        command = [sys.executable, str(self.skill / "scripts" / "dryrun.py"), "serve"]
+        command = [sys.executable, str(self.skill / "scripts" / "dryrun.py"), "serve", *SERVED]
         command += ["--follow-parent", "--respell", "0.03", "--record", str(self.record)]
         command += ["--store", str(self.record / "store")]
         with (self.record / "backend.log").open("wb") as log:

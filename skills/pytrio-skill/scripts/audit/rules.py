@@ -520,6 +520,12 @@ RULES: dict[str, Rule] = {
             "Read its message; the cloud refuses the same.",
         ),
         _rule(
+            "A18-picture-size",
+            "warning",
+            "pictures are resized in another way where they are not trained on",
+            "Make the picture once, with one function, for training and evaluation.",
+        ),
+        _rule(
             "A19-fault",
             "info",
             "an injected fault struck",

@@ -1,7 +1,7 @@
 """Checks of the loop as a whole: steps, saves, resumes, waiting, and what the server refused."""
 
 import re
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterator
 
 import numpy as np
@@ -18,6 +18,7 @@ MEASURABLE_SECONDS = 0.02
 SHARE_OF_STEPS = 0.8
 UNEVEN_WEIGHT = 1.05
 SAME_DATA_SHARE = 0.5
+FEW_PICTURES = 4
 
 
 # -- A10 and A22: gradients, steps, saves ----------------------------------------------------------
@@ -108,6 +109,26 @@ def check_saves(joined: Joined) -> Iterator[Hit]:
             yield Hit("A10-save-expires", f"the final save expires after {seconds:,} seconds")
 
 
+def picture_hits(joined: Joined) -> Iterator[Hit]:
+    """Pictures that all have one size where they are trained on and another where they are not."""
+    sizes: dict[bool, Counter[int]] = {True: Counter(), False: Counter()}
+    pictures: dict[bool, set[int]] = {True: set(), False: set()}
+    for request in joined.trace.requests:
+        is_training = request.number in joined.trained_requests
+        found, counts = np.unique(request.prompt[request.prompt < 0], return_counts=True)
+        pictures[is_training].update(found.tolist())
+        sizes[is_training].update(counts.tolist())
+    if min(map(len, pictures.values())) < FEW_PICTURES or max(map(len, sizes.values())) > 1:
+        return
+    (trained,), (other,) = sizes[True], sizes[False]
+    if trained != other:
+        yield Hit(
+            "A18-picture-size",
+            f"all {len(pictures[True])} pictures of training completions have {trained} visual "
+            f"tokens, all {len(pictures[False])} of other requests {other}",
+        )
+
+
 def check_failures(joined: Joined) -> Iterator[Hit]:
     trace = joined.trace
     if trace.failed_events:
@@ -125,6 +146,7 @@ def check_failures(joined: Joined) -> Iterator[Hit]:
             f"{plural(len(refused), 'request')} refused; the first, {first['status']} "
             f"{first['code']}: {first.get('message', '')}",
         )
+    yield from picture_hits(joined)
     injected = [r for r in trace.refused if fault(r)]
     if injected:
         yield Hit(

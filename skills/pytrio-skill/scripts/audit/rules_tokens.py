@@ -76,8 +76,6 @@ def check_alignment(joined: Joined) -> Iterator[Hit]:
             continue
         decoder = joined.decoder(call)
         for datum in call.data:
-            if datum.has_images:
-                continue
             total += 1
             shift = shift_of(datum)
             if shift == "aligned":
@@ -153,7 +151,7 @@ def check_supervised(joined: Joined) -> Iterator[Hit]:
 
 def check_template(joined: Joined) -> Iterator[Hit]:
     """Supervised data without a single chat turn, in a script that asks in chat turns."""
-    data = [d for call in joined.supervised_calls for d in call.data if not d.has_images]
+    data = [d for call in joined.supervised_calls for d in call.data]
     asked = [r for r in joined.trace.requests if not r.is_score]
     if not data or not asked:
         return
@@ -267,7 +265,7 @@ def repeated_role(tokens: np.ndarray, chat: Chat) -> int | None:
 
 def check_first_turn(joined: Joined) -> Iterator[Hit]:
     """A system turn that all sampling prompts begin with and no datum does."""
-    data = [d for call in joined.supervised_calls for d in call.data if not d.has_images]
+    data = [d for call in joined.supervised_calls for d in call.data]
     prompts = [r.prompt for r in joined.trace.requests if not r.is_score]
     if not data or len({p.tobytes() for p in prompts}) < 2:
         return
@@ -332,8 +330,6 @@ def check_sampled(joined: Joined) -> Iterator[Hit]:
     for call in joined.policy_calls:
         decoder = joined.decoder(call)
         for datum in call.data:
-            if datum.has_images:
-                continue
             total += 1
             if shift_of(datum) in ("none", "double"):
                 continue  # A03 says it

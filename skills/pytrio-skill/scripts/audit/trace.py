@@ -12,7 +12,7 @@ from typing import Any
 import msgpack
 import numpy as np
 
-from trio_local.recording import FORMAT, VERSION
+from trio_local.recording import FORMAT, VERSION, picture_id
 
 IGNORED_TARGET = -100
 
@@ -56,7 +56,6 @@ class Datum:
     weights: np.ndarray | None = None
     logprobs: np.ndarray | None = None
     advantages: np.ndarray | None = None
-    has_images: bool = False
 
     @property
     def signal(self) -> np.ndarray:
@@ -171,7 +170,6 @@ class Request:
     started: float
     finished: float
     prompt_logprobs: np.ndarray | None
-    has_images: bool
     sequences: "list[Sequence]" = field(default_factory=list)
 
     @property
@@ -299,7 +297,11 @@ def records_of_sessions(
     chosen = [
         r
         for r in records
-        if r["kind"] in ("header", "model") or r.get("session") in names or r.get("run") in runs
+        if r["kind"] in ("header", "model")
+        or r.get("session") in names
+        or r.get("run") in runs
+        # A refused request has no more than its address.
+        or (r["kind"] == "refused" and not runs.isdisjoint(r["path"].split("/")))
     ]
     return chosen, sum(r["kind"] == "session_closed" for r in chosen) == len(names)
 
@@ -358,7 +360,6 @@ def request_of(trace: Trace, record: dict[str, Any]) -> Request:
         started=record["time"] - record["seconds"],
         finished=record["time"],
         prompt_logprobs=None if scored is None else floats(scored),
-        has_images=any(not isinstance(chunk, bytes) for chunk in record["prompt"]),
     )
     request.sequences = [
         Sequence(
@@ -471,7 +472,6 @@ def extend(call: Call, event: dict[str, Any]) -> None:
             inputs=text_ids(packed["input"]),
             targets=ids(packed["target_ids"]),
             served=floats(packed["served_logprobs"]),
-            has_images=any(not isinstance(chunk, bytes) for chunk in packed["input"]),
         )
         names = ("weights", "logprobs", "advantages")
         for name in names:
@@ -516,11 +516,12 @@ def floats(raw: bytes) -> np.ndarray:
 
 
 def text_ids(chunks: list[Any]) -> np.ndarray:
-    """Ids of the text chunks; an image has no ids and takes as many -1 as it has tokens."""
+    """Ids of the text chunks; a picture has none and takes, for each of its tokens, one negative
+    number that is its own."""
     parts = [
         ids(chunk)
         if isinstance(chunk, bytes)
-        else np.full(chunk.get("expected_tokens") or 0, -1, np.int32)
+        else np.full(chunk["tokens"], picture_id(chunk["image"]), np.int32)
         for chunk in chunks
     ]
     return np.concatenate(parts) if parts else np.empty(0, np.int32)
