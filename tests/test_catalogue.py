@@ -61,7 +61,7 @@ def test_overrides_win_and_star_is_every_name() -> None:
 
 def test_unusable_kinds_say_why(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Each message names the option as it was written and what would work."""
-    with pytest.raises(ApiError, match="a=teacher: unknown kind; use standin, large, smollm2"):
+    with pytest.raises(ApiError, match="a=teacher: unknown kind; use standin, large, vl, smollm2"):
         Catalogue({"a": "teacher"})
     with pytest.raises(ApiError, match="is a checkpoint address: pass the base model's name"):
         Catalogue({}).resolve("trio://train1/sampler/final")

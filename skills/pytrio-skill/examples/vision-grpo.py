@@ -288,8 +288,10 @@ def batch_of_step(items: Sequence[Any], step: int, size: int, seed: int) -> tupl
 def reward_of(completion: str, letter: str) -> float:
     """1.0 when the last box after the thinking holds the letter, else 0.0."""
     text = completion.rpartition("</think>")[2]
-    boxes = [] if "<think>" in text else re.findall(r"\\boxed\s*\{([^{}]*)\}", text)
-    return float(bool(boxes) and boxes[-1].strip().upper().strip("().") == letter)
+    rest = text.rpartition("\\boxed")[2].lstrip() if "\\boxed" in text else ""
+    content, closed, _ = rest.removeprefix("{").partition("}")
+    is_box = rest.startswith("{") and bool(closed) and "<think>" not in text
+    return float(is_box and content.strip().upper().strip("().") == letter)
 
 
 def has_box(completion: str) -> bool:
