@@ -10,7 +10,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-SUPPORTED = ((3, 10), (3, 13))
+SUPPORTED = ((3, 11), (3, 13))
 
 
 def main() -> int:
@@ -21,7 +21,7 @@ def main() -> int:
     oldest, newest = SUPPORTED
     if not oldest <= sys.version_info[:2] <= newest:
         print(
-            f"Python {sys.version_info[0]}.{sys.version_info[1]} is not supported, 3.10 to 3.13 "
+            f"Python {sys.version_info[0]}.{sys.version_info[1]} is not supported, 3.11 to 3.13 "
             "are; run make with PYTHON=python3.11, say",
             file=sys.stderr,
         )
