@@ -9,12 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
-from transformers import (
-    AutoConfig,
-    AutoModelForCausalLM,
-    AutoModelForImageTextToText,
-    AutoTokenizer,
-)
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, AutoTokenizer
 from transformers.utils.logging import disable_progress_bar
 
 from trio_local.catalogue import ServedModel, context_length
@@ -57,8 +52,9 @@ class LoadedModel:
         self.served = served
         self.device = torch.device(device)
         self.tokenizer = AutoTokenizer.from_pretrained(served.folder, local_files_only=True)
-        config = AutoConfig.from_pretrained(served.folder, local_files_only=True)
-        sees = hasattr(config, "vision_config")
+        # Only of our own: other vision models number pictures in their own way and mix them in
+        # at several depths, so `hf:` serves their text.
+        sees = served.kind == "vl"
         kind = AutoModelForImageTextToText if sees else AutoModelForCausalLM
         model: Model = kind.from_pretrained(
             served.folder, dtype=torch.float32, local_files_only=True
