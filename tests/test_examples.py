@@ -249,12 +249,15 @@ EXAMPLES = [
         seconds=300,
     ),
 ]
-# The first variant runs with every seed, each of the others with one of them in turn.
+# Each variant runs with one of its seeds in turn; `SEEDS=all` runs every variant with every seed.
+EVERY_SEED = os.environ.get("SEEDS") == "all"
 RUNS = [
     pytest.param(example, variant, seed, id="-".join([example.file, *variant[1:], str(seed)]))
-    for example in EXAMPLES
+    for place, example in enumerate(EXAMPLES)
     for number, variant in enumerate(example.variants)
-    for seed in (example.seeds if number == 0 else [example.seeds[number % len(example.seeds)]])
+    for seed in (
+        example.seeds if EVERY_SEED else [example.seeds[(place + number) % len(example.seeds)]]
+    )
 ]
 ALL = pytest.mark.parametrize("example", EXAMPLES, ids=lambda example: example.file)
 WITH_GOLD = pytest.mark.parametrize(
