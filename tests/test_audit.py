@@ -2362,7 +2362,7 @@ def test_the_numbers_of_a_run(tmp_path: Path) -> None:
     assert numbers["groups"] == 12
     assert numbers["degenerate_first_third"] == numbers["degenerate_last_third"] == 0.5
     # The requests of which something was trained: of six groups three a step.
-    assert numbers["stop_reasons"] == {"stop": 24}
+    assert numbers["stop_reasons"] == {"stop": 48}
 
 
 def everything_wrong(story: Story) -> None:

@@ -68,7 +68,7 @@ def numbers_of(joined: Joined) -> dict[str, Any]:
     groups = [g for g in joined.groups if len(g.members) > 1]
     third = max(1, len(groups) // 3)
     ordered = sorted(groups, key=lambda g: g.step)
-    sampled = [s for r in joined.training_requests for s in r.sequences]
+    sampled = joined.rollouts
     stops = Counter(s.stop_reason for s in sampled)
     return {
         "training_runs": len(trace.runs),
@@ -185,12 +185,14 @@ def footer(joined: Joined, budget: Budget, findings: list[Finding]) -> list[str]
         )
     if numbers["stop_reasons"]:
         stops = ", ".join(f"{name} {n}" for name, n in sorted(numbers["stop_reasons"].items()))
-        lines.append(f"stops   {stops}; {numbers['completion_tokens_mean']:.0f} tokens on average")
+        lines.append(f"sampled {stops}; {numbers['completion_tokens_mean']:.0f} tokens on average")
     lines.append("tokens  " + ", ".join(f"{name} {n:,}" for name, n in tokens.items()))
     estimate = estimate_of(joined, budget)
     if estimate:
         shown = ", ".join(f"{name} {n:,}" for name, n in estimate["tokens"].items())
-        cost = "" if estimate["cost"] is None else f"; about {estimate['cost']:,.2f}"
+        cost = ""
+        if estimate["cost"] is not None:
+            cost = f"; about {estimate['cost']:,.2f} in the currency of --price"
         lines.append(f"full    {estimate['steps']:,} steps like these, in stand-in tokens{cost}:")
         lines.append(f"        {shown}")
     count = Counter(f.rule.severity for f in findings if f.counts)

@@ -60,6 +60,11 @@ def check_files(paths: list[Path], as_json: bool) -> int:
         f"{counted(len(findings) - errors, 'warning')}",
         file=sys.stderr,
     )
+    if errors:
+        print(
+            "dryrun: fix them; what is right as it is gets `# trio: allow CODE REASON` on its line",
+            file=sys.stderr,
+        )
     if failed:
         return EXIT_USAGE
     return EXIT_FINDINGS if errors else EXIT_CLEAN
