@@ -8,7 +8,7 @@ DRYRUN := $(BIN)/python $(SKILL)/scripts/dryrun.py
 export OMP_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM := false
 
-.PHONY: demo test test-slow mutation lint format package bench clean
+.PHONY: demo test test-slow mutation docs-check lint format package install-local bench clean
 
 demo: $(VENV)/.ready
 	$(DRYRUN) run $(SKILL)/examples/quickstart_sft.py
@@ -22,6 +22,9 @@ test-slow: $(VENV)/.ready-dev
 mutation: $(VENV)/.ready-dev
 	$(BIN)/python tests/mutants/run.py
 
+docs-check: $(VENV)/.ready-dev
+	$(BIN)/python scripts/check_docs.py
+
 lint: $(VENV)/.ready-dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -33,8 +36,13 @@ format: $(VENV)/.ready-dev
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-package: $(VENV)/.ready
-	$(BIN)/python scripts/package.py
+package:
+	$(PYTHON) scripts/package.py
+
+# AGENT=claude-code or codex; for one project also SCOPE=project DIR=its-folder.
+install-local:
+	$(PYTHON) scripts/install_local.py --agent "$(AGENT)" \
+		$(if $(SCOPE),--scope "$(SCOPE)") $(if $(DIR),--dir "$(DIR)")
 
 bench: $(VENV)/.ready
 	$(BIN)/python scripts/bench.py
