@@ -23,6 +23,7 @@ import pytest
 from audit.cli import audit, parse_accepted, parse_prices
 from audit.report import MAX_LINES, WIDTH, Budget
 from audit.rules import RULES
+from audit.show import show
 from audit.trace import TraceError, read_trace
 from conftest import DRYRUN
 from traces import (
@@ -2361,7 +2362,7 @@ def test_the_numbers_of_a_run(tmp_path: Path) -> None:
     assert numbers["sampling_requests"] == 12
     assert numbers["groups"] == 12
     assert numbers["degenerate_first_third"] == numbers["degenerate_last_third"] == 0.5
-    # The requests of which something was trained: of six groups three a step.
+    # Of six groups a step three were left out; their completions count as well.
     assert numbers["stop_reasons"] == {"stop": 48}
 
 
@@ -2696,3 +2697,27 @@ def test_a_long_recording_is_audited_soon(
     assert [n for n in measured["names"] if RULES[n].severity == "error"] == expected
     assert measured["seconds"] < seconds
     assert peak < 1000
+
+
+def test_show_prints_what_was_sampled_and_trained(tmp_path: Path) -> None:
+    """Completions with their advantages, data with the trained region marked, within a limit."""
+    path = told(degenerate_dropped, tmp_path)
+    lines = list(show(path, limit=2))
+    assert lines[-1] == "2 of 12 sampling requests; 2 of 24 data"
+    heads = [line for line in lines if line.startswith("request")]
+    assert len(heads) == 2
+    for number, head in zip((1, 12), heads, strict=True):
+        assert re.match(rf"request {number}: 4 completions of .* step \d, temperature 1", head)
+    completions = [line for line in lines if line.startswith("  [")]
+    assert len(completions) == 8
+    trained = [line for line in completions if re.search(r", advantage [+-]0\.\d{3}: ", line)]
+    assert trained and len(trained) + sum(", not trained: " in line for line in completions) == 8
+    data = [line for line in lines if line.startswith("  <|im_start|>")]
+    assert len(data) == 2 and all(line.count(">>") == line.count("<<") == 1 for line in data)
+    assert all(line.endswith("<|im_end|><<") for line in data)
+
+
+def test_show_cuts_long_texts_unless_asked_not_to(tmp_path: Path) -> None:
+    path = told(partial(grpo, completions=lambda story: story.answer(400)), tmp_path)
+    assert max(map(len, show(path, limit=1))) < 600
+    assert max(map(len, show(path, limit=1, is_whole=True))) > 600

@@ -4,6 +4,7 @@
     python dryrun.py check FILE...          look for mistakes in the text, without running it
     python dryrun.py run SCRIPT [-- ARGS]   run the script on a local backend, then audit it
     python dryrun.py audit RECORDING        audit an earlier run again
+    python dryrun.py show RECORDING         what it sampled and trained, as text
     python dryrun.py rules [CODE]           what audit and check look for
     python dryrun.py serve                  keep a backend running for several scripts
     python dryrun.py models                 which local model answers for which name
@@ -362,14 +363,33 @@ def audit_recording(
 
 def audit_again(options: argparse.Namespace) -> int:
     """Audit the recording of an earlier run."""
-    missing = [name for name in ("numpy", "msgpack", "tokenizers") if installed(name) is None]
-    if missing:
-        stop(f"missing {', '.join(missing)}; see: {sys.argv[0]} doctor")
-    if not options.recording.exists():
-        stop(f"no recording at {options.recording}; give the folder that `run` named")
+    need_recording(options.recording)
     settings = audit_settings(options)
     has_errors = audit_recording(settings, options.recording, sys.stdout, options.session)
     return EXIT_FINDINGS if has_errors else EXIT_OK
+
+
+def show_recording(options: argparse.Namespace) -> int:
+    """Print completions and training data of an earlier run."""
+    need_recording(options.recording)
+    from audit.show import show
+    from audit.trace import TraceError
+
+    try:
+        for line in show(options.recording, options.limit, options.whole, options.session):
+            print(line)
+    except TraceError as error:
+        stop(str(error))
+    return EXIT_OK
+
+
+def need_recording(path: Path) -> None:
+    """Ends in one line when a recording cannot be read here."""
+    missing = [name for name in ("numpy", "msgpack", "tokenizers") if installed(name) is None]
+    if missing:
+        stop(f"missing {', '.join(missing)}; see: {sys.argv[0]} doctor")
+    if not path.exists():
+        stop(f"no recording at {path}; give the folder that `run` named")
 
 
 def check(options: argparse.Namespace) -> int:
@@ -602,6 +622,16 @@ def add_audit_options(parser: argparse.ArgumentParser) -> None:
     add("--price", metavar="P,S,T", help="prices of a million prefill, sample and train tokens")
 
 
+def add_recording(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "recording", type=folder_path, help="the folder that run named, or its trace"
+    )
+    parser.add_argument(
+        "--session", type=number(1), action="append", default=[], metavar="N",
+        help="only the N-th session: a script opens one with each ServiceClient; may be repeated",
+    )  # fmt: skip
+
+
 def parser_of_commands() -> argparse.ArgumentParser:
     parser = Parser(
         prog="dryrun.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -619,15 +649,17 @@ def parser_of_commands() -> argparse.ArgumentParser:
     runner.add_argument("script", help="the Python file to run")
     runner.set_defaults(call=run)
     auditor = commands.add_parser("audit", help="audit the recording of an earlier run")
-    auditor.add_argument(
-        "recording", type=folder_path, help="the folder that run named, or its trace"
-    )
-    auditor.add_argument(
-        "--session", type=number(1), action="append", default=[], metavar="N",
-        help="only the N-th session: a script opens one with each ServiceClient; may be repeated",
-    )  # fmt: skip
+    add_recording(auditor)
     add_audit_options(auditor)
     auditor.set_defaults(call=audit_again)
+    shower = commands.add_parser("show", help="print what was sampled and trained")
+    add_recording(shower)
+    shower.add_argument(
+        "--limit", type=number(1), default=6, metavar="N",
+        help="requests and data to print, of each the first and last ones (default: 6)",
+    )  # fmt: skip
+    shower.add_argument("--whole", action="store_true", help="long texts are not cut")
+    shower.set_defaults(call=show_recording)
     checker = commands.add_parser("check", help="look for mistakes in Python files")
     checker.add_argument("files", type=Path, nargs="+", metavar="FILE", help="a Python file")
     checker.add_argument("--json", action="store_true", help="print JSON")

@@ -379,8 +379,8 @@ RULES: dict[str, Rule] = {
             "A12-placeholder",
             "info",
             "prompt targets count as active tokens",
-            "What the cloud divides by is unknown; -100 as placeholder keeps the prompt out of "
-            "the count (SDK 0.2.9).",
+            "Nothing to fix: Adam takes a constant factor out. With grad_clip_norm, -100 as "
+            "placeholder keeps the prompt out of the count.",
         ),
         _rule(
             "A13-many-calls",
