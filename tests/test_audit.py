@@ -187,11 +187,12 @@ def tools(
     next_prompt: Callable[[Story, Completion], Ids] = extended,
     answer: Callable[[Story], Ids] = Story.answer,
     turns: int = 2,
+    first_turns: Callable[[Story, SamplerState], list[Turns]] = sampled,
 ) -> None:
     """Several turns a trajectory, all trajectories at the same time, one datum of all turns."""
 
     def batch(story: Story, sampler: SamplerState) -> list[Row]:
-        groups = [[[first] for first in group] for group in sampled(story, sampler)]
+        groups = [[[first] for first in group] for group in first_turns(story, sampler)]
         for _ in range(turns - 1):
             story.wait()
             for trajectory in (t for group in groups for t in group):
@@ -1665,6 +1666,16 @@ def one_datum_a_turn(turns: Turns, value: float) -> list[Row]:
     return [policy_row(completion, value) for completion in turns]
 
 
+def equal_first_turns(story: Story, sampler: SamplerState) -> list[Turns]:
+    """Groups whose members begin with the same, nearly certain tokens; the last bits differ."""
+    groups = []
+    for _ in range(3):
+        answer = story.answer()
+        served = [[0.01 * value for value in story.logprobs(len(answer))] for _ in range(4)]
+        groups.append(story.sample(sampler, story.question(), [answer] * 4, logprobs=served))
+    return groups
+
+
 def last_turn_only(turns: Turns, value: float) -> list[Row]:
     return [policy_row(turns[-1], value)]
 
@@ -2128,6 +2139,9 @@ CORRECT: dict[str, Tell] = {
     "sft, asked": partial(asked_after, sft),
     "multi-turn": tools,
     "multi-turn, one datum a turn": partial(tools, data=one_datum_a_turn),
+    "multi-turn, one datum a turn, first turns equal": partial(
+        tools, data=one_datum_a_turn, first_turns=equal_first_turns
+    ),
     "multi-turn, last turn trained": partial(tools, data=last_turn_only),
     "multi-turn, history rendered again, one datum a turn": partial(
         tools, data=one_datum_a_turn, next_prompt=rendered_again

@@ -205,9 +205,11 @@ class Joined:
         return match
 
     def _own(self, match: Match, index: int, end: int) -> None:
-        start = len(self.sequences[index].request.prompt)
-        match.owner[max(0, start - 1) : end - 1] = index
-        self.used.add(index)
+        start = max(0, len(self.sequences[index].request.prompt) - 1)
+        match.owner[start : end - 1] = index
+        # Without signal it is the history of a datum that trains a later turn.
+        if match.datum.active[start : end - 1].any():
+            self.used.add(index)
 
     def _best(self, call: Call, datum: Datum, indices: list[int]) -> int | None:
         """Of sequences with the same tokens, the one whose log-probabilities the datum carries,
@@ -351,7 +353,8 @@ class Joined:
             grouped[request.sampler.id, step, self.prompt_hash[index]].append(index)
         groups = [Group(members, key[1]) for key, members in grouped.items()]
         group_of = {member: group for group in groups for member in group.members}
-        for index, data in self.trained.items():
+        # First turns by themselves first: later turns of equal ones all seem to follow the last.
+        for index, data in sorted(self.trained.items(), key=lambda item: item[0] not in group_of):
             root = self.root(index)
             if root in group_of and root not in group_of[root].advantages:
                 datum = data[0]
