@@ -211,7 +211,7 @@ validation.empty_training_data validation.empty_training_sample: nothing to trai
     when every group is degenerate
 validation.empty_prompt validation.empty_rest_argument: an empty prompt or id
 validation.token_id_out_of_range: id >= len(tokenizer), also a sampled one of the padded vocabulary:
-    drop the datum; `.details` says where
+    drop that completion before the mean of its group; `.details` says where
 validation.training_sample_too_long validation.training_sample_too_large: one sample over the
     limits: filter
 validation.invalid_sampling_request validation.image_logprobs_unsupported: see SamplingClient

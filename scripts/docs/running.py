@@ -27,6 +27,7 @@ from lint.check import check_source
 CHECK_DOCS = Path(__file__).resolve().parent.parent / "check_docs.py"
 BLOCK_SECONDS = 120
 WORKERS = 2
+VISION_MODEL = "Qwen/Qwen3.5-9B"  # of the block with pictures
 SHOWN_LINES = 12
 NO_ANSWER = -1  # of a program that was stopped where there are no signals
 TOO_LONG = (NO_ANSWER, -getattr(signal, "SIGALRM", 0))
@@ -118,7 +119,9 @@ def running_worker() -> Iterator[Worker]:
     with tempfile.TemporaryDirectory(prefix="check-docs-") as name:
         folder = Path(name)
         (folder / "record").mkdir()
-        options = dryrun.parser_of_commands().parse_args(["serve", "--store", f"{folder}/store"])
+        # One name stands for models that see; all others are served as by default.
+        served = ["serve", "--store", f"{folder}/store", "--model", f"{VISION_MODEL}=vl"]
+        options = dryrun.parser_of_commands().parse_args(served)
         key = secrets.token_hex(8)
         with dryrun.Backend(options, folder / "record", key) as backend:
             worker = Worker(backend.url, key, folder)

@@ -170,13 +170,16 @@ def shorten(line: str, length: int = WIDTH) -> str:
 def footer(joined: Joined, budget: Budget, findings: list[Finding]) -> list[str]:
     numbers, tokens = numbers_of(joined), token_counts(joined)
     calls = ", ".join(f"{n} {kind}" for kind, n in numbers["calls"].items() if n) or "none"
+    scores = sum(request.is_score for request in joined.trace.requests)
     lines = [
         f"calls   {calls}; {plural(numbers['optimizer_steps'], 'optimiser step')}, "
-        + plural(numbers["sampling_requests"], "sampling request"),
+        + plural(numbers["sampling_requests"], "sampling request")
+        + (f" ({scores} of them only score)" if scores else ""),
     ]
     if numbers["loss_first"] is not None:
         lines.append(
             f"loss    loss_mean first {numbers['loss_first']:.4f}, last {numbers['loss_last']:.4f}"
+            + (" (of custom losses their linear stand-in's)" if numbers["calls"]["custom"] else "")
         )
     if numbers["groups"]:
         lines.append(
