@@ -1,10 +1,12 @@
 """The evaluation kit: its harness with agents that are known, and every task's two solutions."""
 
+import ast
 import json
 import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
@@ -19,8 +21,16 @@ import tasks as kit  # noqa: E402
 RUN = EVALS / "run.py"
 DUMMY = f"{sys.executable} {EVALS / 'dummy_agent.py'}"
 ALL = sorted(path.name for path in kit.TASKS.iterdir() if path.is_dir())
+# Of the slow tests, each of which is a dry run, a third of the tasks is done; EVALS=all does all.
+IS_ALL = {"": False, "all": True}[os.environ.get("EVALS", "")]
+OTHERS = sorted(kit.TASKS.glob("*/other.py"))
 # The fastest tasks: what is tested on them is the harness.
 SFT, DPO = "01-faq-sft", "08-dpo-zh"
+
+
+def chosen(names: Iterable[str]) -> list[str]:
+    """Every third task by its number, or all."""
+    return [name for name in names if IS_ALL or int(name[:2]) % 3 == 1]
 
 
 def evaluate(*arguments: object, folder: Path, **environment: str) -> subprocess.CompletedProcess:
@@ -359,7 +369,7 @@ def solved(task: kit.Task, solution: str, target: str, tmp_path: Path) -> kit.Gr
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ALL)
+@pytest.mark.parametrize("name", chosen(ALL))
 def test_reference_passes_under_any_file_name(name: str, tmp_path: Path) -> None:
     judged = solved(kit.load_tasks(name)[0], "reference", "src/my_experiment.py", tmp_path)
     assert not judged.error
@@ -368,7 +378,7 @@ def test_reference_passes_under_any_file_name(name: str, tmp_path: Path) -> None
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [n for n in ALL if (kit.TASKS / n / "other.py").exists()])
+@pytest.mark.parametrize("name", chosen(path.parent.name for path in OTHERS))
 def test_a_right_solution_in_another_style_passes(name: str, tmp_path: Path) -> None:
     judged = solved(kit.load_tasks(name)[0], "other", "x.py", tmp_path)
     assert not judged.error
@@ -376,7 +386,7 @@ def test_a_right_solution_in_another_style_passes(name: str, tmp_path: Path) -> 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ALL)
+@pytest.mark.parametrize("name", chosen(ALL))
 def test_wrong_solution_fails(name: str, tmp_path: Path) -> None:
     judged = solved(kit.load_tasks(name)[0], "wrong", "train.py", tmp_path)
     assert not judged.error
@@ -387,7 +397,8 @@ def test_wrong_solution_fails(name: str, tmp_path: Path) -> None:
 
 
 # Changes of references that leave the loop sound but break what the user asked for, many at once,
-# and the expectations each of which must then fail: one that cannot fail is worth nothing.
+# and the expectations each of which must then fail: one that cannot fail is worth nothing. What
+# cannot fail together with the rest has an entry of its own, TASK/2.
 DEVIATIONS: dict[str, tuple[list[tuple[str, str]], set[str]]] = {
     "01-faq-sft": (
         [
@@ -429,6 +440,7 @@ DEVIATIONS: dict[str, tuple[list[tuple[str, str]], set[str]]] = {
         [
             ('prompt_of("你是谁？")', 'tokenizer.encode("你是谁？")'),
             ("BATCH, EPOCHS = 4, 4", "BATCH, EPOCHS = 8, 2"),
+            ('("\\n" + row["input"] if row["input"] else "")', '""'),
             ("temperature=0.0", "temperature=1.0"),
             ("rank=8", "rank=16"),
             ("learning_rate=1e-3", "learning_rate=1e-4"),
@@ -437,6 +449,7 @@ DEVIATIONS: dict[str, tuple[list[tuple[str, str]], set[str]]] = {
         ],
         {
             "trains the outputs, each four times",
+            "behind the system prompt, the instruction and the input",
             "eight steps",
             "learning rate 1e-3",
             "rank 8",
@@ -472,15 +485,15 @@ DEVIATIONS: dict[str, tuple[list[tuple[str, str]], set[str]]] = {
     "05-json-reward": (
         [
             ("STEPS, REVIEWS, GROUP = 4, 3, 8", "STEPS, REVIEWS, GROUP = 5, 2, 6"),
-            ("1 <= rating <= 5", "6 <= rating <= 9"),
             ("% len(texts)]", "% 4]"),
-            ("[reward - baseline]", "[reward - baseline - 0.1]"),
+            ("[reward - baseline]", "[baseline - reward - 0.1]"),
             ('"review-json"', '"review"'),
         ],
         {
             "samples all six reviews, each twice",
             "each in two steps",
             "eight samples a review",
+            "advantages follow the reward",
             "advantages of one review's samples add up to 0",
             "one to four steps",
             "keeps review-json",
@@ -489,6 +502,9 @@ DEVIATIONS: dict[str, tuple[list[tuple[str, str]], set[str]]] = {
     "06-dapo-maths": (
         [
             ("TRIED, GROUP = 3, 3, 8, 8", "TRIED, GROUP = 2, 2, 2, 6"),
+            ("while useful < WANTED and tried < TRIED:", "while tried < (9 if step else 2):"),
+            ("min(WANTED - useful, TRIED - tried)", "1"),
+            ("data += data_of(", "data += [] if useful % 3 else data_of("),
             ('loss_fn="ppo"', 'loss_fn="cispo"'),
             ("1 + 0.28", "1 + 0.2"),
             ("return 1.0 if boxes", "return -1.0 if boxes"),
@@ -502,9 +518,13 @@ DEVIATIONS: dict[str, tuple[list[tuple[str, str]], set[str]]] = {
             "uses the built-in ppo loss",
             "with the bounds 0.8 and 1.28 of the ratio",
             "goes on until three groups are useful or eight tried",
+            "tries at most eight problems a step",
+            "trains the useful groups",
             "and no others",
             "eight samples a problem",
+            "advantages follow the reward",
             "three steps",
+            "learning rate 2e-4",
             "keeps dapo-trial",
         },
     ),
@@ -531,6 +551,15 @@ DEVIATIONS: dict[str, tuple[list[tuple[str, str]], set[str]]] = {
     "08-dpo-zh": (
         [
             ("BETA, BATCH = 0.1, 4", "BETA, BATCH = 0.2, 6"),
+            (
+                'base = service.create_sampling_client("Qwen/Qwen3.5-4B")',
+                "for _ in range(2):\n"
+                "    first = trio.Datum(model_input=trio.ModelInput.from_ints([1, 2, 3]),\n"
+                "        loss_fn_inputs={'target_tokens': [2, 3, 4]})\n"
+                "    training.forward_backward([first], loss_fn='cross_entropy').result()\n"
+                "    training.optim_step(trio.AdamParams(learning_rate=5e-6)).result()\n"
+                "base = training.save_weights_and_get_sampling_client()",
+            ),
             ('"content": row["prompt"]', '"content": "?"'),
             ("for row in rows for side", "for row in rows[:10] for side"),
             ('order = ("a", "b") if', 'order = ("b", "a") if'),
@@ -543,6 +572,7 @@ DEVIATIONS: dict[str, tuple[list[tuple[str, str]], set[str]]] = {
             "each behind its own prompt",
             "better answers go up, worse ones down",
             "the first step weighs every token by beta / 2 / 4 pairs = 0.0125",
+            "the reference is the untrained model",
             "three steps",
             "learning rate 5e-5",
             "rank 16",
@@ -572,6 +602,7 @@ DEVIATIONS: dict[str, tuple[list[tuple[str, str]], set[str]]] = {
             ('read("test.jsonl")', 'read("test.jsonl")[1:]'),
             ('read("train.jsonl")', 'read("test.jsonl")'),
             ("temperature=0.0", "temperature=1.0"),
+            ("from_ints(prompt_of(r))", "from_ints(prompt_of(r)[sampler is base :])"),
             ('4B", 8, 2', '4B", 8, 1'),
             ('"tuned_accuracy": accuracy(tuned)', '"accuracy": accuracy(tuned)'),
             ("learning_rate=2e-4", "learning_rate=1e-4"),
@@ -580,6 +611,7 @@ DEVIATIONS: dict[str, tuple[list[tuple[str, str]], set[str]]] = {
         {
             "asks the base every test row once",
             "asks the final weights every test row once",
+            "with the same prompts and limits",
             "greedily",
             "no test row is trained",
             "every training row is trained",
@@ -628,18 +660,394 @@ DEVIATIONS: dict[str, tuple[list[tuple[str, str]], set[str]]] = {
             "keeps reinforce-len",
         },
     ),
+    "07-gspo-zh/2": (
+        [
+            (
+                "forward_backward_custom(data, gspo(old, advantages))",
+                'forward_backward(data, loss_fn="cross_entropy")',
+            ),
+            ('metrics["gspo/loss"]', 'metrics["loss_mean"]'),
+        ],
+        {"trains by a custom loss", "on sampled completions"},
+    ),
+    "09-resume/2": (
+        [("while step * BATCH < len(rows):", "while step < 3:")],
+        {"the first start takes five steps"},
+    ),
+    "12-custom-reinforce/2": (
+        [
+            (
+                "forward_backward_custom(data, reinforce(lengths, advantages))",
+                'forward_backward(data, loss_fn="cross_entropy")',
+            ),
+            ('metrics["reinforce/loss"]', 'metrics["loss_mean"]'),
+        ],
+        {"trains by a custom loss", "on sampled completions"},
+    ),
+    "13-search-tool": (
+        [
+            ("Call the search tool once per turn.", "Use the search tool."),
+            ("QUESTIONS, GROUP, SEARCHES = 2, 8, 3", "QUESTIONS, GROUP, SEARCHES = 1, 6, 1"),
+            ("facts[shared.index(best)] if", 'facts[shared.index(best)][:-1] + "!" if'),
+            (
+                "[0.0 if x is None else reward - mean for x in logprobs]",
+                "[0.1 if x is None else (mean - reward) * i for i, x in enumerate(logprobs)]",
+            ),
+            ("    if data:", "    for _ in range(4 * bool(data)):"),
+            ("max_tokens=72", "max_tokens=96"),
+            ("learning_rate=2e-4", "learning_rate=1e-4"),
+            ('"searcher"', '"search-rl"'),
+        ],
+        {
+            "the audit has no error",
+            "the prompts have the system message and the tool's schema",
+            "six questions once, eight attempts each",
+            "the tool answers with the best fact",
+            "some attempts search twice, none more than three times",
+            "advantages follow the reward of the last turn",
+            "every turn of an attempt carries its advantage",
+            "what was not sampled is not trained",
+            "at most 72 tokens a turn",
+            "one to three steps",
+            "learning rate 2e-4",
+            "keeps searcher",
+        },
+    ),
+    "14-code-tool-zh": (
+        [
+            ("Always print the result. ", ""),
+            ("CALLS, SECONDS = 4, 2, 8, 2, 2", "CALLS, SECONDS = 3, 2, 6, 2, 2"),
+            ("env={}", "env=None"),
+            ('return "timeout"', 'return "stopped"'),
+            (
+                "[0.0 if x is None else reward - mean for x in logprobs]",
+                "[0.1 if x is None else (mean - reward) * i for i, x in enumerate(logprobs)]",
+            ),
+            ("1.28", "1.2"),
+            ("learning_rate=2e-4", "learning_rate=1e-4"),
+            ('"coder"', '"code-rl"'),
+        ],
+        {
+            "the prompts have the system message and the tool's schema",
+            "four questions twice, eight attempts each",
+            "programs see none of our variables",
+            "the model is told when a program was stopped",
+            "advantages follow the reward of the last turn",
+            "every turn of an attempt carries its advantage",
+            "what was not sampled is not trained",
+            "ppo, ratio clipped to 0.8 and 1.28",
+            "learning rate 2e-4",
+            "keeps coder",
+        },
+    ),
+    "14-code-tool-zh/2": (
+        [
+            ("GROUP, CALLS, SECONDS = 4, 2, 8, 2, 2", "GROUP, CALLS, SECONDS = 1, 2, 8, 3, 2"),
+            ('"length" or call is None or', '"length" or'),
+            ("run_code(call[1])", 'run_code(call[1] if call else "print(1)")'),
+            ('return text.replace("<", "< ")', 'return re.sub(r"\\d", "#", text)'),
+        ],
+        {"programs are run and their output read", "at most two programs an attempt"},
+    ),
+    "15-number-game": (
+        [
+            ("STEPS, GAMES, GROUP = 4, 2, 8", "STEPS, GAMES, GROUP = 6, 2, 6"),
+            ('Game(row["level"], seed=row["seed"])', 'Game(row["level"], seed=row["seed"] + 1)'),
+            (
+                "[0.0 if x is None else reward - mean for x in logprobs]",
+                "[0.1 if x is None else (mean - reward) * i for i, x in enumerate(logprobs)]",
+            ),
+            ("max_tokens=24", "max_tokens=32"),
+            ("importance_sampling", "ppo"),
+            ("rank=16", "rank=8"),
+            ("learning_rate=2e-4", "learning_rate=1e-4"),
+            ('"guesser"', '"guess"'),
+        ],
+        {
+            "every observation is what the row's game answers",
+            "four games twice, eight attempts each",
+            "won games have the higher advantage",
+            "every reply of a game carries its advantage",
+            "observations are not trained",
+            "24 tokens a reply",
+            "importance_sampling",
+            "one to four steps",
+            "learning rate 2e-4",
+            "rank 16",
+            "keeps guesser",
+        },
+    ),
+    "16-vision-sft-zh": (
+        [
+            ("BATCH, EPOCHS = 4, 3", "BATCH, EPOCHS = 8, 2"),
+            ('row["caption"] + "<|im_end|>"', 'row["caption"]'),
+            ('prompt_of(row["image"])', 'prompt_of(rows[0]["image"])'),
+            (
+                '[{"type": "image"}, {"type": "text", "text": "请描述这张图。"}]',
+                '[{"type": "text", "text": "请描述这张图。"}, {"type": "image"}]',
+            ),
+            ('("pics/01.png", "pics/02.png")', '("pics/01.png",)'),
+            ("print(name, answer.sequences[0].text)", "print(name)"),
+            ("learning_rate=1e-3", "learning_rate=1e-4"),
+            ('"caption-v1"', '"caption"'),
+        ],
+        {
+            "trains the captions, each three times",
+            "the end token is trained",
+            "each behind its own picture, as the file is",
+            "the picture comes first, then the text",
+            "six steps of four pictures",
+            "describes both pictures with the trained weights",
+            "asks in the form that was trained",
+            "prints the descriptions",
+            "learning rate 1e-3",
+            "keeps caption-v1",
+        },
+    ),
+    "17-vision-rl": (
+        [
+            ("QUESTIONS, GROUP = 2, 8", "QUESTIONS, GROUP = 1, 6"),
+            (
+                '[{"type": "image"}, {"type": "text", "text": question}]',
+                '[{"type": "text", "text": question}, {"type": "image"}]',
+            ),
+            ("[reward - mean]", "[mean - reward]"),
+            ("max_tokens=48", "max_tokens=64"),
+            ("importance_sampling", "ppo"),
+            ("rank=16", "rank=8"),
+            ("learning_rate=3e-4", "learning_rate=1e-4"),
+            ('"quiz-vl"', '"quiz"'),
+        ],
+        {
+            "samples the six pictures once, eight times each",
+            "each picture before its own question and choices",
+            "advantages follow the right letter alone",
+            "48 tokens",
+            "importance_sampling",
+            "one to three steps",
+            "learning rate 3e-4",
+            "rank 16",
+            "keeps quiz-vl",
+        },
+    ),
+    "18-self-distillation-zh": (
+        [
+            ('"Qwen/Qwen3.5-4B", 4, 4, 2', '"Qwen/Qwen3.5-4B", 5, 4, 3'),
+            ("{row['solution']}", "{row['solution'] if 'x' in row['problem'] else ''}"),
+            ("teacher.compute_logprobs(", "(student if step > 1 else teacher).compute_logprobs("),
+            ("[t - s for", "[2 * (t - s) for"),
+            (
+                'encode(row["problem"] + ASK) for',
+                'encode((row["solution"] + " " if step == 1 else "") + row["problem"] + ASK) for',
+            ),
+            ("student = training", "student = student if step % 2 else training"),
+            ("learning_rate=2e-4", "learning_rate=1e-4"),
+            ('"opsd-small"', '"opsd"'),
+        ],
+        {
+            "the teacher sees problem and solution",
+            "the teacher has the initial weights at every step",
+            "advantages are teacher - student by token",
+            "no solution in the prompts that are trained",
+            "every step samples from the newest weights",
+            "eight problems twice, two samples each",
+            "four steps of importance_sampling",
+            "learning rate 2e-4",
+            "keeps opsd-small",
+        },
+    ),
+    "19-one-step-off-policy": (
+        [
+            ("PROMPTS, GROUP = 5, 2, 8", "PROMPTS, GROUP = 5, 2, 6"),
+            (
+                "        sampler = await training.save_weights_and_get_sampling_client_async()\n"
+                "        following = asyncio.create_task(rollouts(sampler, number + 1))\n",
+                "        following = rollouts(sampler, number + 1)\n",
+            ),
+            ('"clip_high_threshold": 1.2', '"clip_high_threshold": 1.28'),
+            ("[reward - mean]", "[mean - reward]"),
+            ("rank=16", "rank=8"),
+            ("learning_rate=2e-4", "learning_rate=1e-4"),
+            ('"async-grpo"', '"grpo"'),
+        ],
+        {
+            "the first batch is on-policy, every other exactly one step old",
+            "sampling starts while the step before is under way",
+            "ppo, ratio clipped to 0.8 and 1.2",
+            "samples the ten questions once, eight times each",
+            "advantages follow the reward",
+            "learning rate 2e-4",
+            "rank 16",
+            "keeps async-grpo",
+        },
+    ),
+    "19-one-step-off-policy/2": (
+        [("BATCHES, PROMPTS, GROUP = 5, 2, 8", "BATCHES, PROMPTS, GROUP = 2, 2, 8")],
+        {"at least three batches are trained"},
+    ),
+    "20-debug-grpo-zh": (
+        [
+            ("sampler = training", "sampler = sampler if step % 2 else training"),
+            ("in range(4):\n    batch", "in range(3):\n    batch"),
+            (
+                "tokens, logprobs = prompt + sequence.tokens, sequence.logprobs",
+                "kept = sequence.tokens[: -1 if step == 2 else None]\n"
+                "            tokens, logprobs = prompt + kept, sequence.logprobs[: len(kept)]",
+            ),
+            ("[reward - mean]", "[mean - reward]"),
+            ("from_ints(p), 8, params", "from_ints(p), 6, params"),
+            ("max_tokens=64", "max_tokens=96"),
+            ("importance_sampling", "ppo"),
+            ("rank=16", "rank=8"),
+            ("learning_rate=2e-4", "learning_rate=1e-4"),
+            ('"mental-grpo"', '"mental"'),
+        ],
+        {
+            "every step samples from the newest weights",
+            "trains exactly the sampled ids, end token included",
+            "advantages follow the reward",
+            "samples the eight problems twice",
+            "eight samples a problem, 64 tokens",
+            "importance_sampling",
+            "learning rate 2e-4",
+            "rank 16",
+            "keeps mental-grpo",
+        },
+    ),
+    "21-debug-sft": (
+        [
+            ("weights = [0.0] * len(prompt) + [1.0] * len(answer) + [1.0]",
+             "weights = [0.0] * (len(prompt) + 1) + [1.0] * (len(answer) - 1) + [0.0]"),
+            ("encode(messages[:-1])", "encode(messages[1:-1])"),
+            ("in range(4):", "in range(2):"),
+            ("len(data), 4)", "len(data), 8)"),
+            ("start + 4]", "start + 8]"),
+            ("rank=8", "rank=16"),
+            ("learning_rate=5e-4", "learning_rate=5e-5"),
+            ('encode([rows[0]["messages"][0], {', "encode([{"),
+            ("print(answer.text, answer.stop_reason)", "print(answer.stop_reason)"),
+            ('"pool-v3"', '"pool-v2"'),
+        ],
+        {
+            "trains the answers from their first word on, each four times",
+            "the end token is trained",
+            "the system prompt is still there",
+            "eight steps of four rows",
+            "learning rate 5e-4",
+            "rank 8",
+            "behind the same system prompt, thinking off",
+            "prints the answer",
+            "keeps pool-v3",
+        },
+    ),
+    "21-debug-sft/2": (
+        [("temperature=0.0", "temperature=1.0")],
+        {"asks the trained weights greedily"},
+    ),
+    "22-csv-long-rows-zh": (
+        [
+            ("工单记录：", "{'' if row['编号'] == 'GD-2041' else '工单'}记录："),
+            ('encode(row["回答"]) + [end]', 'encode(row["回答"])'),
+            ("<= LIMIT:", '<= (400 if row["编号"] == "GD-2045" else 250):'),
+            ("{row['编号']} 截短", "截短"),
+            ("in range(2):", "in range(1):"),
+            ("learning_rate=1e-3", "learning_rate=1e-4"),
+            ('"ticket-sft"', '"ticket"'),
+        ],
+        {
+            "trains the seven whole answers that fit, each twice",
+            "the end token is trained",
+            "header, the record's beginning and the whole question are there",
+            "no sample is longer than 320 tokens",
+            "as much of a long record is kept as fits",
+            "prints the numbers of shortened and skipped rows",
+            "four steps",
+            "learning rate 1e-3",
+            "keeps ticket-sft",
+        },
+    ),
+    "23-thinking-sft-rl": (
+        [
+            ("{row['reasoning']}\\n</think>", "<think>\\n</think>"),
+            ("enable_thinking=True", 'enable_thinking="Mark puts" not in question'),
+            ('"cross_entropy", 5e-4', '"cross_entropy", 3e-4'),
+            (
+                "thoughts = [",
+                "early = training.save_weights_and_get_sampling_client()\nthoughts = [",
+            ),
+            ("sampler = training.save_weights_and_get_sampling_client()", "sampler = early"),
+            ("PROMPTS, GROUP = 2, 8", "PROMPTS, GROUP = 2, 6"),
+            ("[reward - mean]", "[mean - reward]"),
+            ('"importance_sampling", 1e-4', '"importance_sampling", 2e-4'),
+            ('rows_of("test.jsonl")', 'rows_of("test.jsonl")[:-1]'),
+            ('"thinker"', '"think"'),
+        ],
+        {
+            "trains thought and answer, each twice",
+            "the thought is opened once, by the prompt",
+            "all sampling has thinking on",
+            "four steps of SFT at 5e-4 first",
+            "then one to three at 1e-4",
+            "GRPO goes on from the SFT weights",
+            "samples the six problems once, eight times each",
+            "advantages follow the reward",
+            "tests the final weights greedily",
+            "keeps thinker",
+        },
+    ),
+    "24-first-run-zh": (
+        [
+            ("EPOCHS, PRICE = 16, 4, 3, 5.0", "EPOCHS, PRICE = 20, 5, 2, 4.0"),
+            ('{"loss": float', '{"value": float'),
+            ('sampler("slogans-small")', 'sampler("slogans-small", ttl_seconds=3600)'),
+        ],
+        {
+            "trains the first 16 responses once",
+            "four steps of four rows",
+            "SwanLab has a loss for every step, offline",
+            "keeps sampler weights without an end",
+            "the estimate counts all tokens of all rows, three times",
+            "the price fits the tokens",
+        },
+    ),
 }  # fmt: skip
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", DEVIATIONS)
-def test_expectations_can_fail(name: str, tmp_path: Path) -> None:
-    task = kit.load_tasks(name)[0]
+def deviated(name: str) -> tuple[kit.Task, str]:
+    """A task and its reference with the changes of an entry."""
+    task = kit.load_tasks(name.partition("/")[0])[0]
     source = (task.folder / "reference.py").read_text(encoding="utf-8")
-    changes, expected = DEVIATIONS[name]
-    for old, new in changes:
+    for old, new in DEVIATIONS[name][0]:
         assert old in source, old
         source = source.replace(old, new)
+    return task, source
+
+
+@pytest.mark.parametrize("name", DEVIATIONS)
+def test_deviations_fit_the_reference(name: str) -> None:
+    compile(deviated(name)[1], name, "exec", dont_inherit=True)
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_every_expectation_is_made_to_fail(name: str) -> None:
+    """By some entry of the table; the next test proves that it does."""
+    entries = [DEVIATIONS[key] for key in DEVIATIONS if key.partition("/")[0] == name]
+    named = {text for _, failing in entries for text in failing}
+    tree = ast.parse((kit.TASKS / name / "grader.py").read_text(encoding="utf-8"))
+    calls = [n for n in ast.walk(tree) if isinstance(n, ast.Call)]
+    own = {
+        ast.literal_eval(call.args[0])
+        for call in calls
+        if isinstance(call.func, ast.Name) and call.func.id == "expect"
+    }
+    assert own - named == set()
+    assert named - own <= {"the audit has no error"}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", chosen(DEVIATIONS))
+def test_expectations_can_fail(name: str, tmp_path: Path) -> None:
+    task, source = deviated(name)
     work = tmp_path / "given"
     work.mkdir()
     shutil.copytree(task.files, work, dirs_exist_ok=True)
@@ -648,4 +1056,4 @@ def test_expectations_can_fail(name: str, tmp_path: Path) -> None:
     assert not judged.error
     assert judged.expectations[0].passed, judged.expectations[0].evidence
     failed = {e.text for e in judged.expectations if not e.passed}
-    assert expected - failed == set()
+    assert DEVIATIONS[name][1] - failed == set()

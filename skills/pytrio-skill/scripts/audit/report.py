@@ -174,7 +174,7 @@ def footer(joined: Joined, budget: Budget, findings: list[Finding]) -> list[str]
     lines = [
         f"calls   {calls}; {plural(numbers['optimizer_steps'], 'optimiser step')}, "
         + plural(numbers["sampling_requests"], "sampling request")
-        + (f" ({scores} of them only score)" if scores else ""),
+        + (f" ({scores} to score)" if scores else ""),
     ]
     if numbers["loss_first"] is not None:
         lines.append(
