@@ -2355,8 +2355,8 @@ def test_audit_json_has_its_schema(tmp_path: Path) -> None:
     }  # fmt: skip
     assert set(result["numbers"]) == {
         "training_runs", "optimizer_steps", "calls", "sampling_requests", "loss_first",
-        "loss_last", "groups", "degenerate_first_third", "degenerate_last_third", "stop_reasons",
-        "completion_tokens_mean",
+        "loss_last", "groups", "groups_degenerate", "degenerate_first_third",
+        "degenerate_last_third", "stop_reasons", "completion_tokens_mean",
     }  # fmt: skip
     assert json.loads(json.dumps(result)) == result
     finding = result["findings"][0]
@@ -2375,6 +2375,7 @@ def test_the_numbers_of_a_run(tmp_path: Path) -> None:
     assert numbers["calls"] == {"sft": 0, "policy": 2, "custom": 0, "score": 0}
     assert numbers["sampling_requests"] == 12
     assert numbers["groups"] == 12
+    assert numbers["groups_degenerate"] == 6
     assert numbers["degenerate_first_third"] == numbers["degenerate_last_third"] == 0.5
     # Of six groups a step three were left out; their completions count as well.
     assert numbers["stop_reasons"] == {"stop": 48}
@@ -2724,7 +2725,7 @@ def test_show_prints_what_was_sampled_and_trained(tmp_path: Path) -> None:
         assert re.match(rf"request {number}: 4 completions of .* step \d, temperature 1", head)
     completions = [line for line in lines if line.startswith("  [")]
     assert len(completions) == 8
-    trained = [line for line in completions if re.search(r", advantage [+-]0\.\d{3}: ", line)]
+    trained = [line for line in completions if re.search(r", advantage [+-]0\.\d+: ", line)]
     assert trained and len(trained) + sum(", not trained: " in line for line in completions) == 8
     data = [line for line in lines if line.startswith("  <|im_start|>")]
     assert len(data) == 2 and all(line.count(">>") == line.count("<<") == 1 for line in data)

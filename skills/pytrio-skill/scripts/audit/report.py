@@ -81,6 +81,7 @@ def numbers_of(joined: Joined) -> dict[str, Any]:
         "loss_first": losses[0] if losses else None,
         "loss_last": losses[-1] if losses else None,
         "groups": len(groups),
+        "groups_degenerate": sum(g.is_degenerate for g in groups),
         "degenerate_first_third": mean_or_none([g.is_degenerate for g in ordered[:third]]),
         "degenerate_last_third": mean_or_none([g.is_degenerate for g in ordered[-third:]]),
         "stop_reasons": dict(stops),
@@ -183,8 +184,9 @@ def footer(joined: Joined, budget: Budget, findings: list[Finding]) -> list[str]
         )
     if numbers["groups"]:
         lines.append(
-            f"groups  {numbers['groups']}; degenerate {numbers['degenerate_first_third']:.0%} in "
-            f"the first third, {numbers['degenerate_last_third']:.0%} in the last"
+            f"groups  {numbers['groups']}, {numbers['groups_degenerate']} of them degenerate: "
+            f"{numbers['degenerate_first_third']:.0%} in the first third, "
+            f"{numbers['degenerate_last_third']:.0%} in the last"
         )
     if numbers["stop_reasons"]:
         stops = ", ".join(f"{name} {n}" for name, n in sorted(numbers["stop_reasons"].items()))

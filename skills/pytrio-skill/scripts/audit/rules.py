@@ -118,8 +118,8 @@ RULES: dict[str, Rule] = {
             "A02-cut",
             "error",
             "a trained completion breaks off before its sampled end",
-            "Never cut a completion; drop the row before advantages are computed, or lower "
-            "max_tokens.",
+            "Never cut a completion or encode its text again, which loses the end token; drop "
+            "what is too long before advantages are computed.",
         ),
         _rule(
             "A02-prompt-differs",

@@ -10,6 +10,7 @@ from audit.joins import Joined
 from audit.trace import Datum, Request, read_trace
 
 SHORT = 400
+LEFT_OUT = "..."
 
 
 def show(
@@ -25,14 +26,9 @@ def show(
     data = [d for call in joined.trace.calls if call.is_backward for d in call.data]
     length = None if is_whole else SHORT
     for request in chosen(requests, limit):
-        yield from request_lines(joined, request, length)
+        yield from [LEFT_OUT] if request is None else request_lines(joined, request, length)
     for datum in chosen(data, limit):
-        decoder = joined.decoder(datum.call)
-        yield (
-            f"call {datum.call.number}, datum {datum.number} ({datum.call.loss}), trained between "
-            "the marks"
-        )
-        yield "  " + clipped(marked(datum, decoder), length)
+        yield from [LEFT_OUT] if datum is None else datum_lines(joined, datum, length)
     yield (
         f"{min(limit, len(requests))} of {plural(len(requests), 'sampling request')}; "
         f"{min(limit, len(data))} of {plural(len(data), 'datum')}"
@@ -40,11 +36,11 @@ def show(
 
 
 def chosen(items: list, limit: int) -> list:
-    """The first and the last ones, `limit` in all."""
+    """The first and the last ones, `limit` in all, with None for what is left out between."""
     if len(items) <= limit:
         return items
     first = (limit + 1) // 2
-    return items[:first] + items[len(items) - (limit - first) :]
+    return [*items[:first], None, *items[len(items) - (limit - first) :]]
 
 
 def request_lines(joined: Joined, request: Request, length: int | None) -> Iterator[str]:
@@ -59,18 +55,28 @@ def request_lines(joined: Joined, request: Request, length: int | None) -> Itera
     yield "  prompt  " + clipped(decoder.text(request.prompt), length)
     for sequence in request.sequences:
         tokens = plural(len(sequence.tokens), "token")
-        advantage = advantage_text(joined, joined.sequences.index(sequence))
+        signal = signal_text(joined, joined.sequences.index(sequence))
         text = clipped(decoder.text(sequence.tokens), length)
-        yield f"  [{sequence.index + 1}] {sequence.stop_reason}, {tokens}{advantage}: {text}"
+        yield f"  [{sequence.index + 1}] {sequence.stop_reason}, {tokens}, {signal}: {text}"
 
 
-def advantage_text(joined: Joined, index: int) -> str:
-    """`, advantage +0.250`; of several data the first, nothing for what was not trained."""
+def signal_text(joined: Joined, index: int) -> str:
+    """`advantage +0.25` of the first datum that trains a completion; of a custom loss, whose
+    advantages never leave the script, minus its mean gradient."""
     if index not in joined.trained:
-        return ", not trained"
+        return "not trained"
     datum = joined.trained[index][0]
     owned = datum.signal[(joined.match(datum).owner == index) & datum.active]
-    return f", advantage {float(np.mean(owned)):+.3f}"
+    name = "-gradient" if datum.call.kind == "custom" else "advantage"
+    return f"{name} {float(np.mean(owned)):+.3g}"
+
+
+def datum_lines(joined: Joined, datum: Datum, length: int | None) -> Iterator[str]:
+    """A datum's whole sequence with what was trained marked."""
+    call = datum.call
+    loss = "custom" if call.kind == "custom" else call.loss
+    yield f"call {call.number}, datum {datum.number} ({loss}), trained between the marks"
+    yield "  " + clipped(marked(datum, joined.decoder(call)), length)
 
 
 def marked(datum: Datum, decoder: Decoder) -> str:
