@@ -502,9 +502,6 @@ DEVIATIONS: dict[str, tuple[list[tuple[str, str]], set[str]]] = {
     "06-dapo-maths": (
         [
             ("TRIED, GROUP = 3, 3, 8, 8", "TRIED, GROUP = 2, 2, 2, 6"),
-            ("while useful < WANTED and tried < TRIED:", "while tried < (9 if step else 2):"),
-            ("min(WANTED - useful, TRIED - tried)", "1"),
-            ("data += data_of(", "data += [] if useful % 3 else data_of("),
             ('loss_fn="ppo"', 'loss_fn="cispo"'),
             ("1 + 0.28", "1 + 0.2"),
             ("return 1.0 if boxes", "return -1.0 if boxes"),
@@ -518,8 +515,6 @@ DEVIATIONS: dict[str, tuple[list[tuple[str, str]], set[str]]] = {
             "uses the built-in ppo loss",
             "with the bounds 0.8 and 1.28 of the ratio",
             "goes on until three groups are useful or eight tried",
-            "tries at most eight problems a step",
-            "trains the useful groups",
             "and no others",
             "eight samples a problem",
             "advantages follow the reward",
@@ -659,6 +654,15 @@ DEVIATIONS: dict[str, tuple[list[tuple[str, str]], set[str]]] = {
             "learning rate 1e-4",
             "keeps reinforce-len",
         },
+    ),
+    "06-dapo-maths/2": (
+        [
+            ("STEPS, WANTED, TRIED, GROUP = 3, 3", "STEPS, WANTED, TRIED, GROUP = 1, 3"),
+            ("while useful < WANTED and tried < TRIED:", "while tried < 9:"),
+            ("min(WANTED - useful, TRIED - tried)", "1"),
+            ("data += data_of(", "data = data_of("),
+        ],
+        {"tries at most eight problems a step", "trains the useful groups"},
     ),
     "07-gspo-zh/2": (
         [
