@@ -31,6 +31,7 @@ from pytrio.protocol.actor.events.trainer.save import TrainerSavePayload
 V1 = "/api/openapi/v1"
 BASE_MODEL = "Qwen/Qwen3.5-4B"
 LORA = {"rank": 8, "seed": 7, "train_mlp": True, "train_attn": True, "train_unembed": True}
+POLLS = 4
 # For `trio.configure`: give up on a failing request soon, and repeat it at once.
 QUICK_RETRIES = {
     "control_retry_timeout_seconds": 5.0,
@@ -97,12 +98,14 @@ class Run:
         )
 
     def result(self, envelope: EventEnvelope) -> EventResponse:
-        """The event's final state."""
-        response = self.poll(envelope.event_id)
-        assert response.status_code == 200, response.text
-        state = unpack_event_response(response.content)
-        assert state.status in (EventStatus.SUCCEEDED, EventStatus.FAILED)
-        return state
+        """The event's final state; a first event may wait long for torch on a busy machine."""
+        for _ in range(POLLS):
+            response = self.poll(envelope.event_id)
+            assert response.status_code == 200, response.text
+            state = unpack_event_response(response.content)
+            if state.status in (EventStatus.SUCCEEDED, EventStatus.FAILED):
+                return state
+        raise AssertionError(f"no result of {envelope.type} after {POLLS} polls: {state.status}")
 
     def execute(self, kind: EventType, payload: ProtocolPayload, index: int) -> EventResponse:
         """Submit one event and wait for its final state."""
