@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,6 +21,7 @@ import uvicorn
 from pytrio import ServiceClient
 
 from audit.report import LOSS_QUESTIONS, cannot_tell
+from audit.rules_tokens import probed_divisors
 from conftest import DRYRUN, KEY, SKILL, Backend, dryrun
 from helpers import service_on
 from probe import cli
@@ -653,7 +655,7 @@ def test_a_file_written_by_hand(tmp_path: Path) -> None:
     assert behaviour.reduction == {"ppo": "sum"}
     assert behaviour.clip == {"ppo": (0.7, math.inf)}
     assert (behaviour.save_ttl, limits) == (60, {})
-    assert behaviour.taken == ("reduction.ppo", "clip.ppo", "save_ttl")
+    assert behaviour.taken == HAND["answers"]
 
 
 @pytest.mark.parametrize(("text", "reason"), BAD_FILES)
@@ -679,8 +681,14 @@ def test_only_sure_answers_are_taken(tmp_path: Path) -> None:
     path.write_text(json.dumps({"schema": 1, "answers": answers}), encoding="utf-8")
     behaviour, limits = read_like(path)
     assert behaviour.reduction == {"cispo": "samples"}
-    assert behaviour.taken == ("reduction.cispo", "limits")
+    assert behaviour.taken == {"reduction.cispo": "samples", "limits": limits}
     assert limits == {"max_batch_size": 7}
+
+
+def test_the_audit_cites_a_probe() -> None:
+    joined: Any = SimpleNamespace(trace=SimpleNamespace(header={"like": {"reduction.ppo": "sum"}}))
+    assert probed_divisors(joined, ["ppo", "dro"]).endswith("the cloud divides ppo by sum")
+    assert probed_divisors(joined, ["cispo"]) == ""
 
 
 def test_the_audit_leaves_out_what_a_probe_has_settled() -> None:

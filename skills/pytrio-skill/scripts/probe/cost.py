@@ -7,7 +7,6 @@ from probe.questions import Question
 CLASSES = ("prefill", "sample", "train")
 # A question that fails (a lost run, a refused call) is asked once more.
 ATTEMPTS = 2
-DEFAULT_LIMIT = 60_000
 
 
 def bounds(questions: Sequence[Question]) -> dict[str, int]:

@@ -49,8 +49,8 @@ class Behaviour:
     empty_step: str = "changes nothing"
     token_outputs: tuple[str, ...] = ("logprobs",)
     step_metrics: tuple[str, ...] = ("grad_norm", "learning_rate")
-    # Questions whose answers came from a file, and that file in a few words.
-    taken: tuple[str, ...] = ()
+    # Answers that came from a file, by question, and that file in a few words.
+    taken: Mapping[str, Any] = field(default_factory=dict)
     source: str = ""
 
 
@@ -170,7 +170,7 @@ def read_like(path: Path) -> tuple[Behaviour, dict[str, int | None]]:
         raise ValueError(f"{path} has no `answers`; it is not a probe's file")
     if content.get("schema") != SCHEMA:
         raise ValueError(f"{path} has schema {content.get('schema')!r}, read is {SCHEMA}")
-    behaviour, taken = Behaviour(), []
+    behaviour, taken = Behaviour(), dict[str, Any]()
     limits: dict[str, int | None] = {}
     for question, given in content["answers"].items():
         value = certain_value(given)
@@ -182,7 +182,7 @@ def read_like(path: Path) -> tuple[Behaviour, dict[str, int | None]]:
                 for name in ("max_batch_size", "max_tokens_per_request")
                 if isinstance(value.get(name), int) and value[name] > 0
             }
-            taken += ["limits"] if limits else []
+            taken |= {"limits": limits} if limits else {}
         if question not in SETTINGS:
             if not isinstance(given, dict):
                 raise ValueError(f"{path}: no setting {question!r}; known: {', '.join(SETTINGS)}")
@@ -193,9 +193,9 @@ def read_like(path: Path) -> tuple[Behaviour, dict[str, int | None]]:
             if isinstance(given, dict):
                 continue  # a probe may see what this backend cannot imitate
             raise ValueError(f"{path}: {question} {error}") from None
-        taken.append(question)
+        taken[question] = value
     source = f"{path}, {content.get('model', 'written by hand')}, {content.get('date', 'undated')}"
-    return replace(behaviour, taken=tuple(taken), source=source), limits
+    return replace(behaviour, taken=taken, source=source), limits
 
 
 def certain_value(given: Any) -> Any:

@@ -116,7 +116,7 @@ def serve(options: ServerOptions, on_ready: Callable[[str], None], follow_parent
             "reduction": options.reduction,
             "seed": options.seed,
             "faults": options.faults,
-            "like": list(options.behaviour.taken),
+            "like": dict(options.behaviour.taken),
         },
     )
     if options.behaviour.source:
