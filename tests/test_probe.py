@@ -326,9 +326,9 @@ def mixed() -> list[Answers]:
 
 CASES = {
     "reduction": [Case(row, REDUCTION_QUESTIONS) for row in reductions()],
-    "sampling": [Case(row, SAMPLING_QUESTIONS) for row in covering(SAMPLING, 24)],
-    "clip": [Case(row, CLIP_QUESTIONS) for row in covering(SETTINGS_OF_LOSSES, 14)],
-    "state": [Case(row, STATE_QUESTIONS) for row in covering(STATE, 18)],
+    "sampling": [Case(row, SAMPLING_QUESTIONS) for row in covering(SAMPLING, 20)],
+    "clip": [Case(row, CLIP_QUESTIONS) for row in covering(SETTINGS_OF_LOSSES, 12)],
+    "state": [Case(row, STATE_QUESTIONS) for row in covering(STATE, 20)],
     "mixed": [Case(row, ()) for row in mixed()],
 }
 FAST = {"sampling": 2, "clip": 1, "state": 2}
@@ -356,7 +356,9 @@ def test_names_the_setting(
     content = probed(service, tmp_path, case.only)
     assert not errors_of(content, case.settings)
     assert not unsure(content, case.settings)
-    assert sum(content["tokens"].values()) < 10_000
+    # All questions together are far below the limit of a probe, which is 60,000.
+    assert sum(content["tokens"].values()) < 12_000
+    assert content["complete"] is (not case.only)
 
 
 def test_the_combinations_cover_every_setting() -> None:
@@ -526,7 +528,7 @@ FAULTY: dict[str, tuple[Answers, tuple[str, ...]]] = {
     ),
     "no actor is free": ({"capacity": 2}, ("token_outputs", "fresh_lora")),
     "a failed pass": ({"fail_chunk": 3}, ("event_order", "two_calls")),
-    "a lost sampler": ({"lost_actor": 2}, ("token_stop", "end_of_turn", "same_seed")),
+    "a lost sampler": ({"lost_actor": 4}, ("token_stop", "end_of_turn", "same_seed")),
     "tokens that expire": ({"token_expiry": 1.0}, ("mismatch", "two_calls")),
 }
 
@@ -728,7 +730,7 @@ def test_probe_and_like_through_the_command(tmp_path: Path) -> None:
     content = json.loads((tmp_path / "found.json").read_text(encoding="utf-8"))
     assert not errors_of(content, settings) and not unsure(content, settings)
     assert content["model"] == MODEL and content["target"].startswith("local backend")
-    assert "unknown_keys" in done.stdout and "losses.md" in done.stdout
+    assert "answers.md: Are unknown loss_fn_config keys refused?" in done.stdout
     (tmp_path / "loop.py").write_text(SCRIPT, encoding="utf-8")
     run = dryrun("run", "--like", "found.json", "--respell", 0, "loop.py", folder=tmp_path)
     assert run.returncode in (0, 2), run.stderr
@@ -770,7 +772,6 @@ def listener() -> Iterator[Listener]:
         (("--cloud", "--price", "1,2,3"), "nothing was sent"),
         (("--cloud", "--price", "1,2,3", "--ask"), "nothing was sent"),
         (("--cloud", "--i-agree-to-pay"), "--cloud needs --price"),
-        (("--cloud",), "--cloud needs --price"),
         (("--i-agree-to-pay",), "goes with --cloud"),
     ],
 )
@@ -794,6 +795,7 @@ def test_nothing_is_sent_without_consent(
         assert "reduction.ppo" in done.stdout and "forward_backward" in done.stdout
 
 
+@pytest.mark.slow
 def test_with_consent_the_named_service_is_asked(backend: Backend, tmp_path: Path) -> None:
     """A backend on this machine stands in for the cloud."""
     environment = {"PYTRIO_BASE_URL": backend.url, "PYTRIO_API_KEY": KEY, "HOME": str(tmp_path)}
@@ -824,18 +826,19 @@ def test_the_local_probe_cannot_leave(tmp_path: Path) -> None:
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
 def test_a_stopped_command_continues(number: int, tmp_path: Path) -> None:
     """Ctrl-C or kill -9 in the middle; the same command answers the rest and repeats nothing."""
-    command = [sys.executable, str(DRYRUN), "probe"]
-    path = tmp_path / "probe.json"
+    only = "limits,token_o,mismatch,fresh,temp,top,prompt,same_seed,event,two,reduction.cross"
+    command = [sys.executable, str(DRYRUN), "probe", "--only", only]
+    path, asked_for = tmp_path / "probe.json", len(chosen_questions(tuple(only.split(","))))
     process = subprocess.Popen(command, cwd=tmp_path, stderr=subprocess.PIPE, text=True)
-    assert wait_for(lambda: answered(path) >= 6)
+    assert wait_for(lambda: answered(path) >= 4)
     process.send_signal(number)
     assert process.wait(30) == (130 if number == signal.SIGINT else -number)
     first = json.loads(path.read_text(encoding="utf-8"))
-    assert 6 <= len(first["answers"]) < len(QUESTIONS)
-    done = dryrun("probe", folder=tmp_path, seconds=400)
+    assert 4 <= len(first["answers"]) < asked_for
+    done = dryrun("probe", "--only", only, folder=tmp_path, seconds=400)
     assert done.returncode == 0, done.stderr
     content = json.loads(path.read_text(encoding="utf-8"))
-    assert content["complete"] and len(content["answers"]) == len(QUESTIONS)
+    assert len(content["answers"]) == asked_for
     for name, entry in first["answers"].items():
         assert content["answers"][name] == entry
     assert not errors_of(content, {}) and not unsure(content, {})
