@@ -29,7 +29,7 @@ from probe.ask_training import POLICY, VARIANTS
 from probe.cli import ProbeOptions, ask_all, chosen_questions
 from probe.cost import bounds, cost
 from probe.decide import CANNOT_TELL, HIGH, SOMETHING_ELSE, Verdict, fit
-from probe.measure import Meter, OutOfBound, OutOfBudget
+from probe.measure import TEXT, Meter, OutOfBound, OutOfBudget
 from probe.questions import QUESTIONS
 from trio_local.app import build_app
 from trio_local.behaviour import LOSS_NAMES, SETTINGS, Behaviour, read_like, with_answer
@@ -483,6 +483,11 @@ def test_all_questions_stay_below_the_limit() -> None:
     """Each asked twice: the upper bound that is printed before anything is sent."""
     assert sum(bounds(QUESTIONS).values()) <= 60_000
     assert cost({"prefill": 1_000_000, "sample": 0, "train": 500_000}, (1.0, 9.0, 4.0)) == 3.0
+
+
+def test_the_text_is_long_enough_for_any_tokenizer() -> None:
+    """The longest stretch that a question takes ends at token 81; few tokens hold two words."""
+    assert len(TEXT.split()) >= 110
 
 
 def test_meter_refuses_before_it_counts() -> None:

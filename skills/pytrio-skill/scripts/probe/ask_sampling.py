@@ -214,7 +214,7 @@ FEWEST = 100
 
 def mismatch(lab: Lab) -> Verdict:
     """How far the sampler's log-probabilities are from the trainer's on the same weights."""
-    tokens = lab.words(0, LONG)
+    tokens = lab.text()[:LONG]
     difference = lab.score(fresh_sampler(lab), tokens) - lab.trainer_score(tokens)
     difference = difference[np.isfinite(difference)]
     evidence = {

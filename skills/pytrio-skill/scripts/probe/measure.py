@@ -1,8 +1,9 @@
 """Calls of the real SDK, each counted before it is sent, and gradients read off optimiser steps.
 
-With beta1 = 0 and an `eps` far above every gradient, AdamW moves a weight by -rate * gradient: the
-change of a log-probability is then linear in the gradient, and two variants of a call can be
-compared by it. Each step is followed by its reverse, so the weights stay where they were.
+With beta1 = 0 and an `eps` far above every gradient, AdamW moves a weight by -rate * gradient
+whatever beta2 is: the change of a log-probability is then linear in the gradient, and two variants
+of a call can be compared by it. Each step is followed by its reverse, so the weights stay where
+they were.
 """
 
 import math
@@ -112,7 +113,7 @@ class Lab:
         self._steps = 0
         self._noise: float | None = None
         self._rates: dict[str, float] = {}
-        self._words: list[int] = []
+        self._text: list[int] = []
 
     # -- runs and tokens ---------------------------------------------------------------------
 
@@ -158,20 +159,23 @@ class Lab:
     def tokenizer(self) -> Any:
         return self.training.get_tokenizer()
 
+    def text(self) -> list[int]:
+        """Ids of ordinary text: a hundred or more with any tokenizer."""
+        if not self._text:
+            words = " ".join(TEXT.split())
+            self._text = self.tokenizer.encode(words, add_special_tokens=False)
+        return self._text
+
     def words(self, start: int, count: int) -> list[int]:
-        """Ids of ordinary text."""
-        if not self._words:
-            text = " ".join(TEXT.split())
-            self._words = self.tokenizer.encode(text, add_special_tokens=False)
-        chosen = self._words[start : start + count]
-        assert len(chosen) == count, (start, count, len(self._words))
+        """Some of the text."""
+        chosen = self.text()[start : start + count]
+        assert len(chosen) == count, (start, count, len(self._text))
         return chosen
 
     def mixed_words(self, seed: int, count: int) -> list[int]:
         """Ids of words in no sensible order: what follows them is uncertain."""
-        self.words(0, 1)
         generator = np.random.default_rng(seed)
-        return [int(token) for token in generator.choice(self._words, count)]
+        return [int(token) for token in generator.choice(self.text(), count)]
 
     # -- training calls ----------------------------------------------------------------------
 
@@ -193,9 +197,7 @@ class Lab:
         """Future of an optimiser step that adds -rate * gradient to the weights."""
         self._steps += 1
         return self.training.optim_step(
-            trio.AdamParams(
-                learning_rate=EPS * rate, beta1=beta1, beta2=0.0, eps=EPS, weight_decay=0.0
-            )
+            trio.AdamParams(learning_rate=EPS * rate, beta1=beta1, eps=EPS, weight_decay=0.0)
         )
 
     def logprobs(self, rows: Sequence[Row]) -> list[Vector]:
