@@ -22,7 +22,7 @@ TTL_SECONDS = 900
 EPS = 1e3
 # A step is searched for that moves a log-probability by this many nats: well above the noise and
 # small enough to be linear.
-SMALLEST_SWING, LARGEST_SWING, SWING_OVER_NOISE = 0.08, 0.4, 25.0
+SMALLEST_SWING, LARGEST_SWING, SWING_OVER_NOISE = 0.02, 0.4, 25.0
 FIRST_RATE = 1e-7
 CALIBRATIONS = 12
 # The trainer's answers are never trusted beyond this.
