@@ -311,7 +311,10 @@ class Case:
     only: tuple[str, ...]
 
 
-REDUCTION_QUESTIONS = ("reduction", "split_calls", "token_count", "event_order", "two_calls")
+REDUCTION_QUESTIONS = (
+    *(f"reduction.{loss}" for loss in LOSS_NAMES), "split_calls", "token_count", "event_order",
+    "two_calls",
+)  # fmt: skip
 SAMPLING_QUESTIONS = tuple(SAMPLING)
 CLIP_QUESTIONS = tuple(SETTINGS_OF_LOSSES)
 STATE_QUESTIONS = tuple(STATE)
@@ -325,7 +328,10 @@ def mixed() -> list[Answers]:
 
 
 CASES = {
-    "reduction": [Case(row, REDUCTION_QUESTIONS) for row in reductions()],
+    "reduction": [
+        Case(row, (*REDUCTION_QUESTIONS, *(["reduction.custom"] if number % 2 else [])))
+        for number, row in enumerate(reductions())
+    ],
     "sampling": [Case(row, SAMPLING_QUESTIONS) for row in covering(SAMPLING, 20)],
     "clip": [Case(row, CLIP_QUESTIONS) for row in covering(SETTINGS_OF_LOSSES, 12)],
     "state": [Case(row, STATE_QUESTIONS) for row in covering(STATE, 20)],
@@ -389,7 +395,8 @@ NOISY = {
                        "reduction.cispo": "advantage_tokens", "resume": "never"},
                       ("reduction.c", "reduction.imp", "token_count", "resume")),
 }  # fmt: skip
-NOISES = (1e-3, 3e-3, 1e-2, 3e-2)
+NOISES = {"sampling": (1e-3, 3e-3, 1e-2, 3e-2), "clip": (3e-3, 1e-2, 3e-2)}
+NOISES |= {"reduction": (1e-2, 3e-2)}
 
 
 @pytest.mark.parametrize(
@@ -397,7 +404,7 @@ NOISES = (1e-3, 3e-3, 1e-2, 3e-2)
     [
         pytest.param(g, n, marks=[] if (g, n) == ("sampling", 1e-2) else [pytest.mark.slow])
         for g in NOISY
-        for n in NOISES
+        for n in NOISES[g]
     ],
 )
 def test_noise_makes_unsure_and_not_wrong(
