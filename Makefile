@@ -29,7 +29,8 @@ lint: $(VENV)/.ready-dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy $(SKILL)/scripts/dryrun.py $(SKILL)/scripts/trio_local \
-		$(SKILL)/scripts/audit $(SKILL)/scripts/lint $(SKILL)/examples scripts evals/*.py
+		$(SKILL)/scripts/audit $(SKILL)/scripts/lint $(SKILL)/scripts/probe \
+		$(SKILL)/examples scripts evals/*.py
 	$(BIN)/python scripts/package.py --check
 
 format: $(VENV)/.ready-dev

@@ -7,6 +7,7 @@
     python dryrun.py show RECORDING         what it sampled and trained, as text
     python dryrun.py rules [CODE]           what audit and check look for
     python dryrun.py serve                  keep a backend running for several scripts
+    python dryrun.py probe                  find out what is documented nowhere, for a few cents
     python dryrun.py models                 which local model answers for which name
     python dryrun.py doctor                 is this Python fit for a dry run
 
@@ -54,6 +55,8 @@ NEEDED_PACKAGES = ("torch", "transformers", "peft", "safetensors", "starlette", 
 REDUCTIONS = ("default", "sum", "samples", "active_tokens", "advantage_tokens")
 # Enough to be seen in a short loop, too little to change what it learns.
 RUN_RESPELL_SHARE = 0.03
+# All questions of a probe, each asked twice, need less.
+PROBE_MAX_TOKENS = 60_000
 SHOWN_PACKAGES = ("pytrio", *NEEDED_PACKAGES, "swanlab")
 # Accepted rules with their reasons, and an `audit.report.Budget`.
 AuditSettings = tuple[dict[str, str], Any]
@@ -196,6 +199,8 @@ def backend_arguments(options: argparse.Namespace) -> list[str]:
         arguments += ["--demo", str(options.demo)]
     if options.fault:
         arguments += ["--fault", options.fault]
+    if options.like:
+        arguments += ["--like", str(options.like)]
     return arguments
 
 
@@ -429,7 +434,9 @@ def new_record_folder() -> Path:
 
 
 def backend_settings(options: argparse.Namespace) -> dict[str, Any]:
-    """Faults, models and demonstrations of the command line; ends in one line on a mistake."""
+    """Faults, models, demonstrations and behaviour of the command line, and its request limits;
+    ends in one line on a mistake."""
+    from trio_local.behaviour import Behaviour, read_like
     from trio_local.demos import Demos, read_demos
     from trio_local.faults import parse_faults
 
@@ -446,7 +453,18 @@ def backend_settings(options: argparse.Namespace) -> dict[str, Any]:
         faults = parse_faults(options.fault or "")
     except ValueError as error:
         stop(f"--fault: {error}")
-    return {"faults": faults, "models": dict(map(model_override, options.model)), "demos": demos}
+    try:
+        behaviour, limits = read_like(options.like) if options.like else (Behaviour(), {})
+    except ValueError as error:
+        stop(f"--like: {error}")
+    return {
+        "faults": faults,
+        "models": dict(map(model_override, options.model)),
+        "demos": demos,
+        "behaviour": behaviour,
+        "max_batch_size": limits.get("max_batch_size", options.max_batch_size) or None,
+        "max_tokens_per_request": limits.get("max_tokens_per_request", options.max_tokens) or None,
+    }
 
 
 def serve(options: argparse.Namespace) -> int:
@@ -470,8 +488,6 @@ def serve(options: argparse.Namespace) -> int:
         seed=options.seed,
         device=options.device,
         threads=options.threads,
-        max_batch_size=options.max_batch_size or None,
-        max_tokens_per_request=options.max_tokens or None,
         api_key=os.environ.get("TRIO_DRYRUN_KEY"),
         **backend_settings(options),
     )
@@ -493,6 +509,63 @@ def serve(options: argparse.Namespace) -> int:
     except ApiError as error:
         stop(error.message)
     return EXIT_OK
+
+
+def probe(options: argparse.Namespace) -> int:
+    """Find out how a service behaves: by default a backend of its own, or the cloud for money."""
+    problem = installation_problem()
+    if problem:
+        stop(problem)
+    from audit.cli import parse_prices
+    from probe.cli import ProbeOptions, ask, chosen_questions
+    from probe.cost import plan
+
+    probe_options = ProbeOptions(
+        options.out, probe_target(options), options.model_name, options.max_tokens_total,
+        tuple(filter(None, options.only.split(","))),
+    )  # fmt: skip
+    try:
+        if options.ask and not options.cloud:
+            return ask(probe_options, os.environ.get("PYTRIO_BASE_URL", ""), say)
+        prices = None if options.price is None else parse_prices(options.price)
+        questions = chosen_questions(probe_options.only)
+    except ValueError as error:
+        stop(str(error))
+    if options.cloud:
+        if prices is None:
+            stop("--cloud needs --price P,S,T: prices of a million prefill, sample, train tokens")
+        print(plan(questions, options.max_tokens_total, prices), flush=True)
+        if not options.i_agree_to_pay:
+            stop("nothing was sent; the same command with --i-agree-to-pay asks, and costs money")
+        # In this process: one that goes on alone would go on paying.
+        signal.signal(signal.SIGTERM, interrupt)
+        try:
+            return ask(probe_options, "", say)
+        except ValueError as error:
+            stop(str(error))
+    if options.i_agree_to_pay:
+        stop("--i-agree-to-pay goes with --cloud; without it nothing is sent anywhere but here")
+    from trio_local.preflight import script_environment
+
+    backend_settings(options)
+    record = options.record or new_record_folder()
+    signal.signal(signal.SIGTERM, interrupt)
+    record.mkdir(parents=True, exist_ok=True)
+    key = f"dryrun-{secrets.token_hex(16)}"
+    with Backend(options, record, key) as backend:
+        environment = script_environment(backend.url, key, record / "sdk-home", Path.home())
+        command = [sys.executable, str(Path(__file__).resolve()), *sys.argv[1:], "--ask"]
+        status = run_script(command, environment, backend)
+    return status if status in (EXIT_OK, EXIT_USAGE, EXIT_INTERRUPTED) else EXIT_SCRIPT_FAILED
+
+
+def probe_target(options: argparse.Namespace) -> str:
+    """What is probed, so that an interrupted probe goes on with the same."""
+    if options.cloud:
+        return "cloud"
+    settings = [f"--reduction {options.reduction}"]
+    settings += [f"--like {options.like}"] if options.like else []
+    return f"local backend, {' '.join([*settings, *options.model])}"
 
 
 def model_override(text: str) -> tuple[str, str]:
@@ -599,6 +672,10 @@ def add_backend_options(parser: argparse.ArgumentParser, respell: float) -> None
         "--reduction", default="default", choices=REDUCTIONS,
         help="what summed losses are divided by (default: see references/dryrun.md)",
     )  # fmt: skip
+    add(
+        "--like", type=Path, metavar="FILE",
+        help="behave as a probe found the cloud to; see references/probe.md",
+    )  # fmt: skip
     add("--demo", type=Path, metavar="FILE", help="completions to emit, one JSON object a line")
     add(
         "--respell", type=share, default=respell, metavar="SHARE",
@@ -630,6 +707,21 @@ def add_recording(parser: argparse.ArgumentParser) -> None:
         "--session", type=number(1), action="append", default=[], metavar="N",
         help="only the N-th session: a script opens one with each ServiceClient; may be repeated",
     )  # fmt: skip
+
+
+def add_probe_options(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("--out", type=Path, default=Path("probe.json"), help="answers (default: %(default)s)")
+    add("--model-name", metavar="NAME", help="base model (default: the smallest one offered)")
+    add("--only", default="", metavar="QUESTION,...", help="only questions that begin so")
+    add(
+        "--max-tokens-total", type=number(1), default=PROBE_MAX_TOKENS, metavar="N",
+        help="stop before more tokens than this are sent (default: %(default)s)",
+    )  # fmt: skip
+    add("--price", metavar="P,S,T", help="prices of a million prefill, sample and train tokens")
+    add("--cloud", action="store_true", help="probe the cloud that the environment names")
+    add("--i-agree-to-pay", action="store_true", help="with --cloud: do it, it costs money")
+    add("--ask", action="store_true", help=argparse.SUPPRESS)
 
 
 def parser_of_commands() -> argparse.ArgumentParser:
@@ -671,6 +763,10 @@ def parser_of_commands() -> argparse.ArgumentParser:
     add_backend_options(server, 0.0)
     server.add_argument("--follow-parent", action="store_true", help=argparse.SUPPRESS)
     server.set_defaults(call=serve)
+    prober = commands.add_parser("probe", help="find out what is documented nowhere")
+    add_backend_options(prober, 0.0)
+    add_probe_options(prober)
+    prober.set_defaults(call=probe)
     commands.add_parser("models", help="list the local models").set_defaults(call=models)
     doctor_parser = commands.add_parser("doctor", help="check this Python")
     doctor_parser.add_argument("--json", action="store_true", help="print JSON")

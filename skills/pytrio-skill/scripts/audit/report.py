@@ -7,6 +7,7 @@
 import json
 import textwrap
 from collections import Counter
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,11 +22,16 @@ WIDTH = 100
 MAX_LINES = 60
 SEEN_LENGTH = 4 * WIDTH
 TOKEN_CLASSES = ("prefill", "sample", "train")
-CANNOT_TELL = (
-    "what the cloud divides losses by, and its default clip",
-    "how far the cloud's sampler and trainer differ numerically",
-    "how well, how fast and at what price the real model learns",
-)
+# What no dry run knows, and the questions of a probe whose answers (`--like`) settle it.
+LOSS_QUESTIONS = (
+    "reduction.cross_entropy", "reduction.importance_sampling", "reduction.ppo",
+    "reduction.cispo", "reduction.dro", "clip.ppo", "clip.cispo",
+)  # fmt: skip
+CANNOT_TELL = {
+    "what the cloud divides losses by, and its default clip": LOSS_QUESTIONS,
+    "how far the cloud's sampler and trainer differ numerically": ("mismatch",),
+    "how well, how fast and at what price the real model learns": ("no probe knows",),
+}
 
 
 @dataclass(frozen=True)
@@ -110,8 +116,13 @@ def as_json(joined: Joined, findings: list[Finding], budget: Budget) -> dict[str
         "numbers": numbers_of(joined),
         "tokens": token_counts(joined),
         "estimate": estimate_of(joined, budget),
-        "cannot_tell": list(CANNOT_TELL),
+        "cannot_tell": cannot_tell(joined.trace.header.get("like", ())),
     }
+
+
+def cannot_tell(settled: Collection[str]) -> list[str]:
+    """What stays unknown when a probe has settled these questions."""
+    return [what for what, asked in CANNOT_TELL.items() if not set(asked) <= set(settled)]
 
 
 def write_json(path: Path, value: dict[str, Any]) -> None:

@@ -1,7 +1,7 @@
 """Checks of single data: alignment, which tokens carry signal, and whether they were sampled."""
 
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from typing import Any
 
 import numpy as np
@@ -552,9 +552,11 @@ def check_dro_prompts(joined: Joined) -> Iterator[Hit]:
 def check_placeholders(joined: Joined) -> Iterator[Hit]:
     """Prompt targets of 0 count as active tokens, targets of -100 do not."""
     active = signal = 0
+    losses = set()
     for call in joined.policy_calls:
         if call.kind != "policy":
             continue
+        losses.add(call.loss)
         for datum in call.data:
             counted = datum.targets != IGNORED_TARGET
             active += int(counted.sum())
@@ -564,5 +566,13 @@ def check_placeholders(joined: Joined) -> Iterator[Hit]:
             "A12-placeholder",
             f"{active:,} targets count as active, {signal:,} carry an advantage: a server that "
             f"divides by active tokens scales the gradient by {signal / active:.2f} against one "
-            "that divides by the others",
+            f"that divides by the others{probed_divisors(joined, losses)}",
         )
+
+
+def probed_divisors(joined: Joined, losses: Collection[str]) -> str:
+    """What a probe has found about the divisors of these losses, as the end of a sentence."""
+    like = joined.trace.header.get("like", {})
+    found = {loss: like.get(f"reduction.{loss}") for loss in sorted(losses)}
+    known = [f"{loss} by {divisor}" for loss, divisor in found.items() if divisor]
+    return f"; a probe found that the cloud divides {', '.join(known)}" if known else ""

@@ -213,9 +213,12 @@ def init_run(state: State, run: TrainingRun, event: Event, payload: Any) -> dict
         train_attn=run.lora["train_attn"],
         train_unembed=run.lora["train_unembed"],
     )
-    trainer = Trainer(state.engine.model(run.served), spec, state.engine.reduction)
+    behaviour = state.engine.behaviour
+    trainer = Trainer(state.engine.model(run.served), spec, state.engine.reduction, behaviour)
     if run.source_uri:
-        source, adapter, optimizer = state.store.read(run.source_uri, run.restore_optimizer)
+        restores = {"never": False, "always": True}.get(behaviour.resume, run.restore_optimizer)
+        has_optimizer = state.store.find(run.source_uri).type == "TRAINING"
+        source, adapter, optimizer = state.store.read(run.source_uri, restores and has_optimizer)
         trainer.load(adapter, optimizer)
         run.optimizer_steps = source.step if run.restore_optimizer else 0
         run.history = state.store.history(source)
@@ -289,6 +292,8 @@ def save(state: State, run: TrainingRun, event: Event, payload: Any) -> dict[str
         raise ApiError(422, "invalid_ttl", f"ttl_seconds must be 1 or more: {payload.ttl_seconds}")
     if not NAME_PATTERN.fullmatch(payload.name) or len(payload.name) > NAME_MAX_LENGTH:
         raise ApiError(422, "invalid_checkpoint_name", f"invalid checkpoint name {payload.name!r}")
+    behaviour = state.engine.behaviour
+    stale = None if is_state else run.trainer.adapter_before_step
     checkpoint = state.store.save(
         training_run=run.cuid,
         name=payload.name,
@@ -298,9 +303,9 @@ def save(state: State, run: TrainingRun, event: Event, payload: Any) -> dict[str
         kind=run.served.kind,
         lora=run.lora,
         visibility=payload.visibility,
-        ttl_seconds=payload.ttl_seconds,
-        overwrite=payload.overwrite,
-        adapter=run.trainer.adapter(),
+        ttl_seconds=behaviour.save_ttl if payload.ttl_seconds is None else payload.ttl_seconds,
+        overwrite=payload.overwrite or behaviour.same_name == "replaces",
+        adapter=run.trainer.adapter() if stale is None else stale,
         adapter_config=run.trainer.adapter_config(),
         optimizer=run.trainer.optimizer_state() if is_state else None,
         history=run.history[-HISTORY_STEPS:] if is_state else None,
@@ -480,6 +485,9 @@ def queue_sample(state: State, run: SamplingRun, body: SampleRequest) -> Future:
         spec = sampling_spec(body.sampling_params, loaded, len(prompt))
         unseeded = (state.seed, run.index, asked, repeat)
 
+        def is_seeded(spec: Any) -> bool:
+            return spec.seed is not None and state.engine.behaviour.same_seed == "repeats"
+
         def finish(outcome: Any) -> None:
             if future.done():
                 return  # a failing batch tells its requests more than once
@@ -495,15 +503,19 @@ def queue_sample(state: State, run: SamplingRun, body: SampleRequest) -> Future:
             num_samples=body.num_samples,
             want_prompt_logprobs=body.return_prompt_logprobs,
             topk_prompt_logprobs=body.topk_prompt_logprobs,
-            stream_seed=stream_seed(*unseeded) if spec.seed is None else stream_seed(spec.seed),
+            stream_seed=stream_seed(spec.seed) if is_seeded(spec) else stream_seed(*unseeded),
             finish=finish,
         )
 
-    adapter = None
+    adapter, snapshot = None, run.snapshot
     if run.adapter is not None and run.checkpoint is not None:
         tensors, scale = run.adapter, run.served.lora_alpha / run.checkpoint.lora["rank"]
+        trained = state.training_runs.get(run.checkpoint.training_run)
+        if state.engine.behaviour.snapshot == "live" and trained is not None:
+            tensors = trained.trainer.adapter()
+            snapshot = f"{trained.cuid}:{trained.optimizer_steps}"
         adapter = tensors, scale
-    return state.engine.sample(run.served, run.snapshot, adapter, make_job)
+    return state.engine.sample(run.served, snapshot, adapter, make_job)
 
 
 def check_prompt(prompt: list[int], vocabulary_size: int) -> None:
@@ -541,7 +553,11 @@ async def sample_answer(
         "usage": {"input_tokens": prompt_tokens, "output_tokens": output_tokens},
     }
     if result.prompt_logprobs is not None:
-        answer["prompt_logprobs"] = result.prompt_logprobs
+        first = {"0 first": [0.0], "one short": []}
+        answer["prompt_logprobs"] = [
+            *first.get(state.engine.behaviour.prompt_logprobs, [None]),
+            *result.prompt_logprobs[1:],
+        ]
     if result.topk_prompt_logprobs is not None:
         answer["topk_prompt_logprobs"] = result.topk_prompt_logprobs
     state.recorder.add_tokens(prefill=prompt_tokens, sample=output_tokens)

@@ -16,6 +16,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any
 
+from trio_local.behaviour import Behaviour
 from trio_local.catalogue import ServedModel
 from trio_local.demos import Demos
 from trio_local.protocol import DEFECT_STATUS, ApiError
@@ -44,9 +45,11 @@ class Engine:
         threads: int,
         demos: Demos,
         spelling: Spelling,
+        behaviour: Behaviour,
     ) -> None:
         self.demos = demos
         self.spelling = spelling
+        self.behaviour = behaviour
         self.device = device
         self.reduction = reduction
         self.seed = seed
@@ -134,7 +137,9 @@ class Engine:
         if snapshot not in self._batches:
             loaded = self.model(served)
             model = loaded.model if adapter is None else loaded.merged(*adapter)
-            self._batches[snapshot] = Batch(loaded, model, self.demos, self.spelling)
+            self._batches[snapshot] = Batch(
+                loaded, model, self.demos, self.spelling, self.behaviour
+            )
             idle = [
                 name
                 for name, batch in self._batches.items()

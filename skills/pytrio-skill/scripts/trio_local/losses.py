@@ -13,15 +13,18 @@ losses are
 Clip thresholds are bounds of the ratio (0.8, 1.2), not distances from one.
 
 What the cloud divides by is documented nowhere. REDUCTIONS is our choice: a local choice,
-unverified against the cloud, selectable with `--reduction`.
+unverified against the cloud, selectable with `--reduction`. What a probe has found instead comes
+as a `Behaviour` (`--like`), which names the reductions of `divisors`.
 """
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
+from trio_local.behaviour import Behaviour
 from trio_local.protocol import ApiError
 
 IGNORED_TARGET = -100
@@ -35,6 +38,7 @@ class TokenBatch:
     """
 
     logprobs: torch.Tensor
+    real: torch.Tensor  # bool: a position that is no padding
     active: torch.Tensor  # bool: a real position whose target is not ignored
     weights: torch.Tensor
     old_logprobs: torch.Tensor
@@ -84,6 +88,21 @@ LOSSES: dict[str, Loss] = {
     "dro": Loss(dro, POLICY_FIELDS, {"beta": 0.05}),
 }
 
+CLIP_SETTINGS = ("clip_low_threshold", "clip_high_threshold")
+DEFAULT_BEHAVIOUR = Behaviour()
+
+
+@dataclass(frozen=True)
+class Counts:
+    """What a divisor may count in one sample."""
+
+    positions: int
+    labels: int  # targets that are not ignored
+    active: int  # of these, the ones with a weight, or any of a policy loss
+    advantages: int
+    weight_sum: float  # of absolute values
+
+
 # Name of `--reduction` -> loss -> which total of the whole call divides the summed loss.
 # `None` means the plain sum.
 REDUCTIONS: dict[str, dict[str, str | None]] = {
@@ -104,18 +123,33 @@ REDUCTIONS: dict[str, dict[str, str | None]] = {
 }
 
 
-def loss_settings(name: str, config: dict[str, Any]) -> dict[str, float]:
+def loss_defaults(name: str, behaviour: Behaviour) -> dict[str, float]:
+    """Settings of a loss and their defaults, under the names that this backend knows them by."""
+    defaults = dict(LOSSES[name].defaults)
+    if name == "dro" and behaviour.beta is not None:
+        defaults["beta"] = behaviour.beta
+    if name in behaviour.clip:
+        defaults = dict(zip(CLIP_SETTINGS, behaviour.clip[name], strict=True))
+    renamed = dict(zip(CLIP_SETTINGS, behaviour.clip_keys, strict=True))
+    return {renamed.get(key, key): value for key, value in defaults.items()}
+
+
+def loss_settings(
+    name: str, config: dict[str, Any], behaviour: Behaviour = DEFAULT_BEHAVIOUR
+) -> dict[str, float]:
     """Defaults of a loss overridden by `loss_fn_config`.
 
-    Raises ApiError 422 for an unknown loss, an unknown key, or a value that is not a finite
-    number: nothing is accepted and then ignored.
+    Raises ApiError 422 for an unknown loss, an unknown key (unless the behaviour ignores those),
+    or a value that is not a finite number: nothing is accepted and then ignored.
     """
     if name not in LOSSES:
         raise ApiError(422, "unknown_loss", f"unknown loss {name!r}; known: {', '.join(LOSSES)}")
-    defaults = LOSSES[name].defaults
+    defaults = loss_defaults(name, behaviour)
     settings = dict(defaults)
     for key, value in config.items():
         if key not in defaults:
+            if behaviour.unknown_keys == "ignored":
+                continue
             known = ", ".join(defaults) or "none"
             raise ApiError(
                 422,
@@ -128,6 +162,9 @@ def loss_settings(name: str, config: dict[str, Any]) -> dict[str, float]:
                 422, "invalid_loss_config", f"{key} must be a finite number, got {value!r}"
             )
         settings[key] = float(value)
+    for own, served in zip(CLIP_SETTINGS, behaviour.clip_keys, strict=True):
+        if served in settings:
+            settings[own] = settings.pop(served)
     low, high = settings.get("clip_low_threshold"), settings.get("clip_high_threshold")
     if low is not None and high is not None and not 0 <= low <= high:
         raise ApiError(
@@ -144,11 +181,35 @@ def divisor(loss: str, reduction: str, totals: dict[str, int]) -> float:
     return 1.0 if total_name is None else float(max(1, totals[total_name]))
 
 
-def counted(loss: str, batch: TokenBatch) -> torch.Tensor:
+def divisors(name: str, data: Sequence[Counts], totals: dict[str, int]) -> list[float]:
+    """What each sample's summed loss is divided by under one of the probe's named reductions.
+
+    `data` are the samples of one event: what the totals of the call do not hold is counted there.
+    """
+    if name == "sample_means":
+        return [float(max(1, row.active)) * max(1, totals["total_samples"]) for row in data]
+    shared = {
+        "sum": 1.0,
+        "samples": totals["total_samples"],
+        "active_tokens": totals["total_active_tokens"],
+        "advantage_tokens": totals["total_advantage_tokens"],
+        "sqrt_tokens": math.sqrt(totals["total_active_tokens"]),
+        "label_tokens": sum(row.labels for row in data),
+        "positions": sum(row.positions for row in data),
+        "weight_sum": sum(row.weight_sum for row in data),
+    }[name]
+    return [float(shared or 1.0)] * len(data)
+
+
+def counted(loss: str, batch: TokenBatch, which: str | None = None) -> torch.Tensor:
     """Mask [samples, positions] of the tokens reported in `token_count`.
 
-    cross_entropy counts non-zero weights (as the SDK's own total does); the policy losses count
-    non-zero advantages (reported by users of the cloud, not documented).
+    Without another wish, cross_entropy counts non-zero weights (as the SDK's own total does); the
+    policy losses count non-zero advantages (reported by users of the cloud, not documented).
     """
+    if which == "label tokens":
+        return batch.active
+    if which == "positions":
+        return batch.real
     signal = batch.weights if loss == "cross_entropy" else batch.advantages
     return batch.active & (signal != 0)

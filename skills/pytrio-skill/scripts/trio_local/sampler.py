@@ -3,20 +3,21 @@
 Requests join the batch when they arrive and leave it when they stop. Random numbers belong to
 the sequence, not to the batch, so a request's result does not depend on what else is running.
 
-Local choices, unverified against the cloud: returned log-probabilities are those of the
-untempered, unfiltered distribution; the token that ends a sequence is part of it; `text` has no
-special tokens and ends before a stop string.
+Local choices, unverified against the cloud: `text` has no special tokens and ends before a stop
+string; and, unless a `Behaviour` says otherwise, returned log-probabilities are those of the
+untempered, unfiltered distribution, and the token that ends a sequence is part of it.
 """
 
 import hashlib
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from transformers import Cache
 
+from trio_local.behaviour import Behaviour
 from trio_local.decoder import step_for
 from trio_local.demos import Demos
 from trio_local.loading import LoadedModel, Model
@@ -264,10 +265,19 @@ class SlotCache(Cache):
 class Batch:
     """The running batch of one snapshot: `model` has the adapter merged in."""
 
-    def __init__(self, loaded: LoadedModel, model: Model, demos: Demos, spelling: Spelling) -> None:
+    def __init__(
+        self,
+        loaded: LoadedModel,
+        model: Model,
+        demos: Demos,
+        spelling: Spelling,
+        behaviour: Behaviour,
+    ) -> None:
         self.loaded = loaded
         self.demos = demos
         self.spelling = spelling
+        self.behaviour = behaviour
+        self.errors = token_errors(behaviour.mismatch, loaded)
         self.model = model
         self.decode = step_for(model, loaded.cache_argument)
         self.cache = SlotCache()
@@ -310,7 +320,9 @@ class Batch:
         for row, jobs in enumerate(jobs_by_prompt):
             for job in jobs:
                 for index, forced in enumerate(self._forced(job)):
-                    uniforms = uniforms_for(job.stream_seed, index, job.spec.max_tokens)
+                    is_copy = self.behaviour.group_samples == "identical"
+                    stream = 0 if is_copy and job.spec.seed is not None else index
+                    uniforms = uniforms_for(job.stream_seed, stream, job.spec.max_tokens)
                     is_greedy = job.spec.temperature == 0
                     start = None if is_greedy else self.spelling.start(job.stream_seed, index)
                     sequences.append(Sequence(job, uniforms, forced, start))
@@ -343,7 +355,7 @@ class Batch:
 
     def _score_prompt(self, prompt: list[int], logits: torch.Tensor, jobs: list[SampleJob]) -> None:
         """Log-probability of every prompt token given those before it; None for the first."""
-        logprobs = torch.log_softmax(logits.float(), dim=-1)
+        logprobs = torch.log_softmax(logits.float(), dim=-1) + self.errors
         targets = torch.tensor(prompt[1:], device=logits.device)
         scores = logprobs[:-1].gather(1, targets[:, None])[:, 0].tolist()
         for job in jobs:
@@ -378,7 +390,8 @@ class Batch:
             if len(sequence.tokens) < len(sequence.forced):
                 tokens[row] = sequence.forced[len(sequence.tokens)]
         chosen = torch.tensor(tokens, device=logits.device)
-        scores = logprobs.gather(1, chosen[:, None])[:, 0].tolist()
+        served = self._served(logits.float(), logprobs, rows).gather(1, chosen[:, None])[:, 0]
+        scores = (served + self.errors[chosen]).tolist()
         self.next_tokens.extend(tokens)
         ended = []
         for row, (sequence, token, score) in enumerate(zip(rows, tokens, scores, strict=True)):
@@ -388,6 +401,7 @@ class Batch:
                 ended.append(first + row)
         for slot in reversed(ended):
             sequence = self.sequences[slot]
+            self._drop_stop(sequence)
             self.cache.remove(slot)
             last_sequence, last_token = self.sequences.pop(), self.next_tokens.pop()
             if slot < len(self.sequences):
@@ -395,6 +409,31 @@ class Batch:
             sequence.job.unfinished -= 1
             if not sequence.job.unfinished:
                 sequence.job.finish(sequence.job.result)
+
+    def _served(
+        self, logits: torch.Tensor, logprobs: torch.Tensor, rows: list[Sequence]
+    ) -> torch.Tensor:
+        """The log-probabilities [rows, vocabulary] that are returned: of the raw distribution, or
+        of the one after those of temperature, top-k and top-p that the behaviour names."""
+        behaviour = self.behaviour
+        if "after" not in (behaviour.temperature, behaviour.top_k, behaviour.top_p):
+            return logprobs
+        specs = [s.job.spec for s in rows]
+        if behaviour.temperature == "after":
+            temperatures = [spec.temperature or 1.0 for spec in specs]
+            scaled = logits / torch.tensor(temperatures, device=logits.device)[:, None]
+            logprobs = torch.log_softmax(scaled, dim=-1)
+        kept = [
+            replace(
+                spec,
+                top_k=spec.top_k if behaviour.top_k == "after" else -1,
+                top_p=spec.top_p if behaviour.top_p == "after" else 1.0,
+            )
+            for spec in specs
+        ]
+        probabilities = filtered(logprobs.exp(), kept)
+        # A forced token may be one that the filter leaves out.
+        return (probabilities / probabilities.sum(-1, keepdim=True)).clamp_min(1e-38).log()
 
     def _respell(self, slot: int) -> bool:
         """Begin an ended sequence once more, its tokens given, one of them written as two; whether
@@ -438,12 +477,37 @@ class Batch:
                 sequence.text = sequence.text.replace(special, "")
         return True
 
+    def _drop_stop(self, sequence: Sequence) -> None:
+        """Take from the end what the behaviour leaves out of `tokens`."""
+        behaviour, spec = self.behaviour, sequence.job.spec
+        if sequence.stop_reason != "stop":
+            return
+        end = len(sequence.tokens)
+        if sequence.tokens[-1] in spec.stop_ids:
+            is_turn = sequence.tokens[-1] in self.loaded.end_ids
+            rule = behaviour.end_of_turn if is_turn else behaviour.token_stop
+            end -= rule == "not in tokens"
+        elif behaviour.string_stop == "not in tokens":
+            while any(
+                stop in str(self.loaded.tokenizer.decode(sequence.tokens[:end]))
+                for stop in spec.stop_strings
+            ):
+                end -= 1
+        del sequence.tokens[end:], sequence.logprobs[end:]
+
     def cancel(self, error: BaseException) -> None:
         """Give every unfinished job an error and empty the batch."""
         jobs = {id(s.job): s.job for s in self.sequences}
         self.sequences, self.next_tokens, self.cache = [], [], SlotCache()
         for job in jobs.values():
             job.finish(error)
+
+
+def token_errors(spread: float, loaded: LoadedModel) -> torch.Tensor:
+    """What the sampler's log-probability of each token is off by: [vocabulary]."""
+    generator = torch.Generator().manual_seed(0)
+    errors = spread * torch.randn(loaded.vocabulary_size, generator=generator)
+    return errors.to(loaded.device)
 
 
 def pick(logits: torch.Tensor, logprobs: torch.Tensor, rows: list[Sequence]) -> torch.Tensor:

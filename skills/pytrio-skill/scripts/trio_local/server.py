@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from trio_local.behaviour import Behaviour, described
 from trio_local.demos import Demos
 from trio_local.protocol import ApiError, installed_sdk_version
 
@@ -27,6 +28,7 @@ class ServerOptions:
     store: Path = Path(".trio-local/checkpoints")
     record: Path = Path(".trio-local/runs/latest")
     reduction: str = "default"
+    behaviour: Behaviour = field(default_factory=Behaviour)
     faults: dict[str, object] = field(default_factory=dict)
     models: dict[str, str] = field(default_factory=dict)
     demos: Demos = field(default_factory=Demos)
@@ -104,6 +106,7 @@ def serve(options: ServerOptions, on_ready: Callable[[str], None], follow_parent
         options.threads,
         options.demos,
         Spelling(options.respell),
+        options.behaviour,
     )
     engine.start()
     recorder = Recorder(
@@ -113,8 +116,11 @@ def serve(options: ServerOptions, on_ready: Callable[[str], None], follow_parent
             "reduction": options.reduction,
             "seed": options.seed,
             "faults": options.faults,
+            "like": dict(options.behaviour.taken),
         },
     )
+    if options.behaviour.source:
+        recorder.note(described(options.behaviour))
     state = State(
         catalogue=catalogue,
         store=CheckpointStore(options.store),

@@ -16,8 +16,18 @@ from pytrio.protocol.actor.events.trainer.forward import (
 )
 from pytrio.protocol.actor.events.trainer.optimize_step import TrainerAdamParamsPayload
 
+from trio_local.behaviour import Behaviour
 from trio_local.loading import LoadedModel, LoraSpec, shared_copy
-from trio_local.losses import IGNORED_TARGET, LOSSES, TokenBatch, counted, divisor, loss_settings
+from trio_local.losses import (
+    IGNORED_TARGET,
+    LOSSES,
+    Counts,
+    TokenBatch,
+    counted,
+    divisor,
+    divisors,
+    loss_settings,
+)
 from trio_local.protocol import ApiError
 
 if TYPE_CHECKING:
@@ -28,6 +38,8 @@ if TYPE_CHECKING:
 MAX_LOGITS_PER_MICROBATCH = 8 * 1024 * 1024
 
 OPTIMIZER_FIELDS = ("exp_avg", "exp_avg_sq", "step")
+# Spread of the B matrices of a fresh adapter that is not to equal the base.
+FRESH_LORA_STD = 0.003
 
 
 @dataclass(frozen=True)
@@ -44,7 +56,9 @@ class Sample:
 class Trainer:
     """Forward, backward, AdamW, export and import of one LoRA adapter."""
 
-    def __init__(self, loaded: LoadedModel, spec: LoraSpec, reduction: str) -> None:
+    def __init__(
+        self, loaded: LoadedModel, spec: LoraSpec, reduction: str, behaviour: Behaviour
+    ) -> None:
         modules = loaded.linear_modules(spec)
         if not modules:
             raise ApiError(
@@ -55,6 +69,7 @@ class Trainer:
         self.loaded = loaded
         self.spec = spec
         self.reduction = reduction
+        self.behaviour = behaviour
         self.config = LoraConfig(
             r=spec.rank,
             lora_alpha=int(loaded.served.lora_alpha),
@@ -73,6 +88,12 @@ class Trainer:
             if parameter.requires_grad
         }
         self.optimizer = torch.optim.AdamW(self.parameters.values(), lr=0.0)
+        self.noise = torch.Generator().manual_seed(spec.seed)
+        if behaviour.fresh_lora == "differs from base":
+            for name, parameter in self.parameters.items():
+                if ".lora_B." in name:
+                    parameter.data.normal_(std=FRESH_LORA_STD)
+        self.adapter_before_step = self.adapter() if behaviour.snapshot == "stale" else None
 
     # -- forward and backward ---------------------------------------------------------------
 
@@ -83,7 +104,7 @@ class Trainer:
         log-probability of each target [positions], and loss_sum, loss_mean, token_count.
         """
         loss_name = payload.loss.type
-        settings = loss_settings(loss_name, payload.loss.config)
+        settings = loss_settings(loss_name, payload.loss.config, self.behaviour)
         samples = [self._checked(i, d, loss_name) for i, d in enumerate(payload.data)]
         total_samples = payload.gradient_accumulation.total_samples
         if total_samples < len(samples):
@@ -92,8 +113,12 @@ class Trainer:
                 "totals_mismatch",
                 f"total_samples is {total_samples}, this event alone has {len(samples)}",
             )
-        denominator = divisor(loss_name, self.reduction, payload.gradient_accumulation.model_dump())
+        shares = self._divisors(loss_name, samples, payload)
+        counting = self.behaviour.token_count.get(
+            "cross_entropy" if loss_name == "cross_entropy" else "policy"
+        )
         logprobs_by_sample: list[np.ndarray] = [np.empty(0, np.float32)] * len(samples)
+        losses_by_sample = list(logprobs_by_sample)
         loss_sum, token_count = 0.0, 0
         self.model.train(False)
         with torch.set_grad_enabled(backward):
@@ -103,23 +128,29 @@ class Trainer:
                 per_token = LOSSES[loss_name].per_token(batch, settings)
                 # `where`, not a product: a masked position must not leak an inf or NaN.
                 per_token = torch.where(batch.active, per_token, per_token.new_zeros(()))
-                total = per_token.sum()
+                by_sample = per_token.sum(dim=1)
                 if backward:
-                    (total / denominator).backward()
-                loss_sum += float(total.detach())
-                token_count += int(counted(loss_name, batch).sum())
-                shown = batch.logprobs.detach().cpu().numpy()
+                    (
+                        by_sample / by_sample.new_tensor([shares[i] for i in indices])
+                    ).sum().backward()
+                loss_sum += float(by_sample.detach().sum())
+                token_count += int(counted(loss_name, batch, counting).sum())
+                shown = self._shown(batch.logprobs)
                 for row, index in enumerate(indices):
-                    logprobs_by_sample[index] = shown[row, : len(samples[index].tokens)]
+                    length = len(samples[index].tokens)
+                    logprobs_by_sample[index] = shown[row, :length]
+                    losses_by_sample[index] = per_token.detach().cpu().numpy()[row, :length]
         if not math.isfinite(loss_sum):
             self.optimizer.zero_grad()
             raise ApiError(
                 422, "loss_not_finite", f"{loss_name} gave a loss of {loss_sum}; gradients dropped"
             )
+        served = {"logprobs": logprobs_by_sample, "elementwise_loss": losses_by_sample}
+        names = [name for name in served if name in self.behaviour.token_outputs]
         return {
             "loss_fn_outputs": [
-                {"logprobs": WireTensorData.from_numpy(values).to_wire_value()}
-                for values in logprobs_by_sample
+                {n: WireTensorData.from_numpy(served[n][i]).to_wire_value() for n in names}
+                for i in range(len(samples))
             ],
             "metrics": {
                 "loss_sum": loss_sum,
@@ -127,6 +158,32 @@ class Trainer:
                 "token_count": token_count,
             },
         }
+
+    def _divisors(
+        self, loss: str, samples: list[Sample], payload: TrainerForwardBackwardPayload
+    ) -> list[float]:
+        """What the loss of each sample is divided by."""
+        start = 1 if payload.auto_shift else 0
+        counts = [counts_of(sample, start) for sample in samples]
+        totals = payload.gradient_accumulation.model_dump()
+        if self.behaviour.split_calls == "each chunk":
+            totals = {
+                "total_samples": len(samples),
+                "total_active_tokens": sum(row.active for row in counts),
+                "total_advantage_tokens": sum(row.advantages for row in counts),
+            }
+        named = self.behaviour.reduction.get(loss)
+        if named is not None:
+            return divisors(named, counts, totals)
+        return [divisor(loss, self.reduction, totals)] * len(samples)
+
+    def _shown(self, logprobs: torch.Tensor) -> np.ndarray:
+        """Log-probabilities as they are returned, with this trainer's noise."""
+        shown = logprobs.detach().cpu()
+        if self.behaviour.trainer_noise:
+            noise = torch.randn(shown.shape, generator=self.noise)
+            shown = shown + self.behaviour.trainer_noise * noise
+        return shown.numpy()
 
     def _checked(self, index: int, datum: TrainerForwardDatum, loss_name: str) -> Sample:
         """Read one wire datum. Raises ApiError 422 naming the sample and both numbers."""
@@ -205,6 +262,7 @@ class Trainer:
         if auto_shift:
             targets[:, 0] = IGNORED_TARGET
         active = targets != IGNORED_TARGET
+        lengths = torch.tensor([len(s.tokens) for s in samples], device=device)
         pictures = [picture for sample in samples for picture in sample.pictures]
         given = self.loaded.decoder_input(tokens, pictures)
         logits = self.model(**given, use_cache=False).logits.float()
@@ -224,6 +282,7 @@ class Trainer:
         old_logprobs = torch.where(active, values.get("logprobs", absent), absent)
         return TokenBatch(
             logprobs=logprobs,
+            real=torch.arange(width, device=device) < lengths[:, None],
             active=active,
             weights=values.get("weights", absent),
             old_logprobs=old_logprobs,
@@ -239,7 +298,14 @@ class Trainer:
         Raises ApiError 422 for parameters that AdamW is not defined for.
         """
         check_adam(params)
+        if self.adapter_before_step is not None:
+            self.adapter_before_step = self.adapter()
         with_gradient = [p for p in self.parameters.values() if p.grad is not None]
+        if not with_gradient and self.behaviour.empty_step == "refused":
+            raise ApiError(409, "no_gradient", "optim_step without a forward_backward before it")
+        if not with_gradient and self.behaviour.empty_step == "moves on":
+            for parameter in self.parameters.values():
+                parameter.grad = torch.zeros_like(parameter)
         limit = params.grad_clip_norm if params.grad_clip_norm > 0 else math.inf
         norm = torch.nn.utils.clip_grad_norm_(with_gradient, limit) if with_gradient else 0.0
         for group in self.optimizer.param_groups:
@@ -251,7 +317,8 @@ class Trainer:
             )
         self.optimizer.step()
         self.optimizer.zero_grad()
-        return {"grad_norm": float(norm), "learning_rate": params.learning_rate}
+        served = {"grad_norm": float(norm), "learning_rate": params.learning_rate}
+        return {name: served.get(name, 0.0) for name in self.behaviour.step_metrics}
 
     # -- state -------------------------------------------------------------------------------
 
@@ -305,6 +372,20 @@ class Trainer:
                     )
                     for field in OPTIMIZER_FIELDS
                 }
+
+
+def counts_of(sample: Sample, start: int) -> Counts:
+    """What a divisor may count in a sample whose first `start` targets are ignored."""
+    labels = [t != IGNORED_TARGET and i >= start for i, t in enumerate(sample.targets)]
+    weights = sample.fields.get("weights", [1.0] * len(labels))
+    advantages = sample.fields.get("advantages", [0.0] * len(labels))
+    return Counts(
+        positions=len(labels),
+        labels=sum(labels),
+        active=sum(is_label and w != 0 for is_label, w in zip(labels, weights, strict=True)),
+        advantages=sum(is_label and a != 0 for is_label, a in zip(labels, advantages, strict=True)),
+        weight_sum=sum(abs(w) for is_label, w in zip(labels, weights, strict=True) if is_label),
+    )
 
 
 def check_adam(params: TrainerAdamParamsPayload) -> None:
