@@ -109,8 +109,6 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Target]:
     # Whatever was sent above: the backend computes what it computed before.
     assert made.work() == made.expected
     assert not [status for status in made.statuses if status >= 500]
-    log = (backend.record.parent / "backend.log").read_text(encoding="utf-8")
-    assert "Traceback" not in log, log[-3000:]
     backend.stop()
     assert backend.process.returncode == 0
 
@@ -674,6 +672,12 @@ def test_open_endpoints_take_nonsense(target: Target) -> None:
     for method in ("PUT", "DELETE", "PATCH"):
         for path in ("/api/sdk/bootstrap", "/api/telemetry/event", "/download/x"):
             refuse(target, Request(method, path))
+
+
+def test_the_log_has_no_traceback(target: Target) -> None:
+    """Of all requests so far that were HTTP; what follows is not."""
+    log = (target.backend.record.parent / "backend.log").read_text(encoding="utf-8")
+    assert "Traceback" not in log, log[-3000:]
 
 
 @pytest.mark.parametrize(
