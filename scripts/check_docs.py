@@ -29,12 +29,14 @@ from docs.budgets import check_budget, check_routing, cost_table, reading_costs 
 from docs.claims import check_files, check_links, check_metrics, check_rules  # noqa: E402
 from docs.commands import check_flags, check_shell, kind_of, run_commands, shell_commands  # noqa: E402
 from docs.pages import (  # noqa: E402
+    COMMAND_SECONDS,
     EXECUTED,
     FRAGMENT,
     SHELL,
     Block,
     Page,
     Problem,
+    last_lines,
     page_paths,
     parse_page,
 )
@@ -50,9 +52,6 @@ from docs.running import (  # noqa: E402
     work,
 )
 from docs.sdk import check_sdk, fragment_problems, refutations  # noqa: E402
-
-COMMAND_SECONDS = 120
-SHOWN_LINES = 12
 
 
 def check_parity(english: Page, chinese: Page) -> list[Problem]:
@@ -85,8 +84,8 @@ def check_stamp() -> list[Problem]:
         [sys.executable, str(script), "--check"],
         capture_output=True, text=True, timeout=COMMAND_SECONDS, check=False,
     )  # fmt: skip
-    last = (done.stdout + done.stderr).rstrip().splitlines()[-SHOWN_LINES:]
-    return [Problem(page, 1, "\n    ".join(last))] if done.returncode else []
+    last = "\n    ".join(last_lines(done.stdout + done.stderr))
+    return [Problem(page, 1, last)] if done.returncode else []
 
 
 PAGE_CHECKS: tuple[Callable[[Page], list[Problem]], ...] = (

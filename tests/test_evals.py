@@ -302,21 +302,6 @@ def test_tasks_are_complete(name: str) -> None:
     assert len(task.prompt) > 300
 
 
-def test_trigger_queries_are_many_and_balanced() -> None:
-    queries = json.loads((EVALS / "triggers.json").read_text(encoding="utf-8"))
-    assert len(queries) >= 20
-    assert len({q["id"] for q in queries}) == len({q["query"] for q in queries}) == len(queries)
-    for split in ("train", "validation"):
-        part = [q for q in queries if q["split"] == split]
-        wanted = [q for q in part if q["should_trigger"]]
-        assert min(len(wanted), len(part) - len(wanted)) >= 5
-    near = " ".join(q["query"] for q in queries if not q["should_trigger"]).lower()
-    for other in ("trl", "verl", "trio", "vllm"):
-        assert other in near
-    # A query of one step triggers nothing, whatever the description says.
-    assert all(len(q["query"]) >= 40 for q in queries)
-
-
 def test_a_task_with_an_unknown_setting_is_refused(tmp_path: Path) -> None:
     folder = tmp_path / "01-x"
     folder.mkdir()

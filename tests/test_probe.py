@@ -30,9 +30,9 @@ from probe.cli import ProbeOptions, ask_all, chosen_questions
 from probe.cost import bounds, cost
 from probe.decide import CANNOT_TELL, HIGH, SOMETHING_ELSE, Verdict, fit
 from probe.measure import TEXT, Meter, OutOfBound, OutOfBudget
-from probe.questions import QUESTIONS
+from probe.questions import QUESTIONS, Question
 from trio_local.app import build_app
-from trio_local.behaviour import LOSS_NAMES, SETTINGS, Behaviour, read_like, with_answer
+from trio_local.behaviour import POLICY_LOSSES, SETTINGS, Behaviour, read_like, with_answer
 from trio_local.catalogue import Catalogue
 from trio_local.demos import Demos
 from trio_local.engine import Engine
@@ -44,6 +44,7 @@ from trio_local.state import Limits, State
 from trio_local.store import CheckpointStore
 
 MODEL = "Qwen/Qwen3-4B-Instruct-2507"
+LOSS_NAMES = ("cross_entropy", *POLICY_LOSSES)
 Answers = dict[str, Any]
 
 
@@ -293,7 +294,7 @@ def reductions() -> list[Answers]:
             "reduction.cross_entropy": CROSS_ENTROPY_DIVISORS[i],
             **{
                 f"reduction.{loss}": POLICY_DIVISORS[(i + shift) % len(POLICY_DIVISORS)]
-                for shift, loss in enumerate(LOSS_NAMES[1:])
+                for shift, loss in enumerate(POLICY_LOSSES)
             },
             "split_calls": ("each chunk", "whole call")[i % 2],
             "token_count.cross_entropy": counts[0][i % 3],
@@ -437,9 +438,15 @@ def predictions() -> dict[str, dict[str, float]]:
     return {name: dict(zip(VARIANTS, row, strict=True)) for name, row in BY_HAND.items()}
 
 
-def test_predictions_are_those_worked_out_by_hand(
-    bench: Bench, service: ServiceClient, tmp_path: Path
-) -> None:
+@pytest.mark.parametrize("question", QUESTIONS, ids=lambda question: question.name)
+def test_what_a_question_settles_is_in_the_notes(question: Question) -> None:
+    for place in question.settles.split("; "):
+        page, _, words = place.partition(": ")
+        text = (SKILL / "references" / page).read_text(encoding="utf-8").replace("`", "")
+        assert words.lower() in " ".join(text.split()).lower(), place
+
+
+def test_predictions_are_those_worked_out_by_hand(bench: Bench, service: ServiceClient) -> None:
     from probe.ask_training import predicted
     from probe.measure import Lab
 
@@ -628,7 +635,7 @@ def test_a_file_of_another_probe_is_not_continued(
 
 @pytest.mark.parametrize("text", ["{", "[]", "{}"])
 def test_a_file_of_something_else_is_not_overwritten(
-    text: str, bench: Bench, service: ServiceClient, tmp_path: Path
+    text: str, service: ServiceClient, tmp_path: Path
 ) -> None:
     (tmp_path / "probe.json").write_text(text, encoding="utf-8")
     with pytest.raises(ValueError, match="no probe's file"):

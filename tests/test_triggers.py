@@ -58,7 +58,8 @@ def test_there_are_enough_of_both_kinds() -> None:
 
 
 def test_no_query_is_there_twice() -> None:
-    assert len({query["id"] for query in QUERIES}) == len(QUERIES)
+    for key in ("id", "query"):
+        assert len({query[key] for query in QUERIES}) == len(QUERIES)
     words = [content_words(query["query"]) for query in QUERIES]
     for number, one in enumerate(words):
         for other in words[:number]:
@@ -91,4 +92,6 @@ def test_the_near_misses_are_near() -> None:
     others = [query for query in QUERIES if not query["should_trigger"]]
     near = [query for query in others if content_words(query["query"]) & known]
     assert len(near) >= 0.7 * len(others)
+    words = " ".join(query["query"] for query in others).lower()
+    assert all(other in words for other in ("trl", "verl", "trio", "vllm"))
     assert not any(query.get("implicit") for query in others)

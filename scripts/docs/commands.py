@@ -18,6 +18,7 @@ from unittest import mock
 import dryrun
 from docs.budgets import reading_costs
 from docs.pages import (
+    COMMAND_SECONDS,
     FOREIGN_PAGES,
     ROOT,
     SHELL,
@@ -27,11 +28,9 @@ from docs.pages import (
     Page,
     Problem,
     existing,
+    last_lines,
     parsed,
 )
-
-COMMAND_SECONDS = 120
-SHOWN_LINES = 12
 
 
 @dataclass(frozen=True)
@@ -324,7 +323,7 @@ def run_commands(pages: Sequence[Page]) -> tuple[int, list[Problem]]:
                 timeout=COMMAND_SECONDS, check=False,
             )  # fmt: skip
         if done.returncode:
-            last = (done.stdout + done.stderr).rstrip().splitlines()[-SHOWN_LINES:]
+            last = last_lines(done.stdout + done.stderr)
             found.append(command.problem("\n    ".join([f"ended with {done.returncode}", *last])))
     return len(wanted), found
 

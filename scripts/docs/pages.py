@@ -22,6 +22,15 @@ FOREIGN_PAGES = ("scale-out.md",)
 QUOTING_COLUMNS = ("symptom", "cause", "line", "message", "seen", "exact message or symptom")
 
 
+COMMAND_SECONDS = 120
+SHOWN_LINES = 12
+
+
+def last_lines(output: str) -> list[str]:
+    """The end of what a failed program printed."""
+    return output.rstrip().splitlines()[-SHOWN_LINES:]
+
+
 @dataclass(frozen=True)
 class Problem:
     """Something that is not true, at a line of a page."""

@@ -21,14 +21,13 @@ from pathlib import Path
 from typing import NoReturn
 
 import dryrun
-from docs.pages import EXECUTED, FRAGMENT, SHELL, UNREAD_BLOCKS, Block, Page, Problem
+from docs.pages import EXECUTED, FRAGMENT, SHELL, UNREAD_BLOCKS, Block, Page, Problem, last_lines
 from lint.check import check_source
 
 CHECK_DOCS = Path(__file__).resolve().parent.parent / "check_docs.py"
 BLOCK_SECONDS = 120
 WORKERS = 2
 VISION_MODEL = "Qwen/Qwen3.5-9B"  # of the block with pictures
-SHOWN_LINES = 12
 NO_ANSWER = -1  # of a program that was stopped where there are no signals
 TOO_LONG = (NO_ANSWER, -getattr(signal, "SIGALRM", 0))
 
@@ -232,8 +231,7 @@ def run_problem(block: Block, run: Run) -> list[Problem]:
     line = int(frames[-1]) if frames else block.line
     end = "ran too long" if run.status in TOO_LONG else f"ended with {run.status}"
     title = f"the block of line {block.line} {end}"
-    last = run.output.rstrip().splitlines()[-SHOWN_LINES:]
-    return [Problem(block.page, line, "\n    ".join([title, *last]))]
+    return [Problem(block.page, line, "\n    ".join([title, *last_lines(run.output)]))]
 
 
 def static_problems(block: Block) -> list[Problem]:

@@ -1,7 +1,7 @@
 """Questions about losses, their divisors and settings, answered by a training run."""
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -193,11 +193,8 @@ def token_count(lab: Lab, group: str) -> Verdict:
     count = int(lab.forward(loss, [row], old).result().metrics["token_count"])
     signal = "weight tokens" if group == "cross_entropy" else "advantage tokens"
     counts = {signals(row): signal, labels(row): "label tokens", len(row.tokens): "positions"}
-    return Verdict(counts.get(count, SOMETHING_ELSE), HIGH, {"token_count": count, **named(counts)})
-
-
-def named(counts: Mapping[int, str]) -> dict[str, int]:
-    return {name: count for count, name in counts.items()}
+    known = {name: number for number, name in counts.items()}
+    return Verdict(counts.get(count, SOMETHING_ELSE), HIGH, {"token_count": count, **known})
 
 
 def token_outputs(lab: Lab) -> Verdict:

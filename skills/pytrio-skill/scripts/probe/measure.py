@@ -331,11 +331,11 @@ def probe_row(lab: Lab) -> Row:
     return Row(tokens[:-1], targets, [0.0] * PROMPT + [1.0] * ANSWER)
 
 
-def spare_row(lab: Lab, length: int, has_targets: bool = True, signal: float = 0.0) -> Row:
-    """A row of other text."""
+def spare_row(lab: Lab, length: int, has_targets: bool = True) -> Row:
+    """A row of other text, without signal."""
     tokens = lab.words(20, length + 1)
     targets = tokens[1:] if has_targets else [IGNORED] * length
-    return Row(tokens[:-1], targets, [signal] * length)
+    return Row(tokens[:-1], targets, [0.0] * length)
 
 
 def answer_of(logprobs: Vector) -> Vector:

@@ -43,7 +43,7 @@ QUESTIONS: tuple[Question, ...] = (
     ),
     Question(
         "token_outputs", "Which values come back for each token?", "forward", (10, 0, 0),
-        "custom-loss.md: what a pass returns", ask_training.token_outputs,
+        "api.md: loss_fn_outputs", ask_training.token_outputs,
     ),
     Question(
         "mismatch", "How far is the sampler from the trainer (nats, root mean square)?",
@@ -97,7 +97,7 @@ QUESTIONS: tuple[Question, ...] = (
     Question(
         "step_metrics", "Which metrics does a step return?", "forward_backward, optim_step",
         (10, 0, 10),
-        "answers.md: Is the gradient clipped? (names of the metrics)", ask_training.step_metrics,
+        "api.md: Keys of optim_step metrics", ask_training.step_metrics,
     ),
     Question(
         "event_order", "Do queued events run in order?", STEPS, (500, 0, 300),
@@ -144,7 +144,7 @@ QUESTIONS: tuple[Question, ...] = (
     ),
     Question(
         "clip_keys", "Which names of clip settings have an effect?", "forward", (700, 0, 0),
-        "answers.md: What are the clip settings called?", ask_training.clip_keys,
+        "answers.md: What are the clip settings of ppo and cispo called?", ask_training.clip_keys,
     ),
     Question(
         "unknown_keys", "Is an unknown setting refused?", "forward", (80, 0, 0),
@@ -163,7 +163,7 @@ QUESTIONS: tuple[Question, ...] = (
     Question(
         "same_name", "Is a second save under one name refused?",
         "save_state, save_weights_for_sampler", (20, 0, 0),
-        "checkpoints.md: a name that is taken", ask_state.same_name,
+        "checkpoints.md: A name is taken once per run and kind", ask_state.same_name,
     ),
     Question(
         "empty_step", "Does a step without a gradient change anything?", STEPS, (500, 0, 300),
@@ -172,6 +172,6 @@ QUESTIONS: tuple[Question, ...] = (
     Question(
         "resume", "Does Adam's state come back with the optimiser?",
         f"{STEPS}, save_state, create_training_client_from_state", (500, 0, 300),
-        "checkpoints.md: with and without the optimiser", ask_state.resume,
+        "checkpoints.md: With the optimiser, three steps", ask_state.resume,
     ),
 )  # fmt: skip

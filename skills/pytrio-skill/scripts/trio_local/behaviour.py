@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 POLICY_LOSSES = ("importance_sampling", "ppo", "cispo", "dro")
-LOSS_NAMES = ("cross_entropy", *POLICY_LOSSES)
 SCHEMA = 1
 
 
@@ -107,7 +106,6 @@ def two_names(value: Any) -> tuple[str, ...]:
 
 
 COMMON_DIVISORS = ("sum", "samples", "active_tokens", "positions", "sample_means", "sqrt_tokens")
-TOKEN_OUTPUTS = ("logprobs", "elementwise_loss")
 BEFORE_OR_AFTER, IN_OR_NOT = ("before", "after"), ("in tokens", "not in tokens")
 SETTINGS: dict[str, Setting] = {
     "reduction.cross_entropy": Setting(
