@@ -91,7 +91,7 @@ def other_pythons() -> dict[str, str]:
 def test_another_python_gives_the_same_zip(tmp_path: Path) -> None:
     pythons = other_pythons()
     if not pythons:
-        pytest.skip("no second Python here; ci.yml and release.yml compare several")
+        pytest.skip("no second Python here; release.yml compares two")
     here = tmp_path / "here.zip"
     package.write_zip(here)
     for version, python in pythons.items():
