@@ -585,6 +585,7 @@ def whole_checkpoints(store: Path) -> set[str]:
     return {checkpoint.uri for checkpoint in left.listed()}
 
 
+@pytest.mark.slow
 def test_a_killed_backend_leaves_only_whole_checkpoints(
     backend_factory: Callable[..., Backend], tmp_path: Path
 ) -> None:

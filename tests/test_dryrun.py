@@ -410,6 +410,7 @@ def losses_in(out: bytes) -> list[str]:
     return [line for line in out.decode("latin-1").splitlines() if line.startswith("loss ")]
 
 
+@pytest.mark.slow
 def test_runs_side_by_side_and_one_after_a_kill(place: Place, tmp_path: Path) -> None:
     # The skill is somewhere else and may not be written to; the script's path is no ASCII.
     skill = tmp_path / "read only skill"

@@ -738,6 +738,7 @@ service._runtime.shutdown()
 """
 
 
+@pytest.mark.slow
 def test_probe_and_like_through_the_command(tmp_path: Path) -> None:
     """A backend set by hand is probed, and a run behaves as the probe found."""
     settings = {"token_stop": "not in tokens", "unknown_keys": "ignored", "save_ttl": 3600}
