@@ -109,10 +109,13 @@ def run_agent(words: list[str], work: Path, logs: Path, options: argparse.Namesp
     started = time.monotonic()
     status: int | str
     with (logs / "agent.out").open("wb") as out, (logs / "agent.err").open("wb") as err:
-        process = subprocess.Popen(
-            words, cwd=work, env=clean_environment(tuple(options.keep_env)),
-            stdin=subprocess.DEVNULL, stdout=out, stderr=err, start_new_session=True,
-        )  # fmt: skip
+        try:
+            process = subprocess.Popen(
+                words, cwd=work, env=clean_environment(tuple(options.keep_env)),
+                stdin=subprocess.DEVNULL, stdout=out, stderr=err, start_new_session=True,
+            )  # fmt: skip
+        except OSError as error:
+            raise UsageError(f"--agent: {words[0]} does not start: {error.strerror}") from None
         try:
             status = process.wait(options.agent_seconds)
         except subprocess.TimeoutExpired:
@@ -221,11 +224,22 @@ def earlier_entries(options: argparse.Namespace) -> list[dict[str, Any]]:
         value = json.loads(path.read_text(encoding="utf-8"))
         is_same = value["schema"] == SCHEMA and value["agent"] == options.agent
         entries = [entry for entry in value["entries"] if not entry["error"]]
-    except (OSError, ValueError, KeyError, TypeError) as error:
+        if not all(map(is_entry, entries)):
+            raise ValueError("an entry lacks what an attempt has")
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise UsageError(f"{path} cannot be gone on with: {error!r}") from None
     if not is_same:
         raise UsageError(f"{path} is of another agent; give another --out")
     return entries
+
+
+def is_entry(entry: dict[str, Any]) -> bool:
+    """Whether an earlier attempt has what is read of it later."""
+    kinds = {"task": str, "arm": str, "repeat": int, "passed": bool, "agent": dict}
+    return all(isinstance(entry.get(name), kind) for name, kind in kinds.items()) and all(
+        isinstance(entry["agent"].get(name), kind)
+        for name, kind in {"seconds": int | float, "tokens": dict | None}.items()
+    )
 
 
 def run_all(options: argparse.Namespace) -> int:
@@ -233,8 +247,13 @@ def run_all(options: argparse.Namespace) -> int:
     if unknown := [arm for arm in options.arms if arm not in ARMS]:
         raise UsageError(f"--arms: unknown {', '.join(unknown)}; known: {', '.join(ARMS)}")
     agent_words(options.agent, Path("prompt"), Path("work"))
+    if len(set(options.arms)) < len(options.arms):
+        raise UsageError(f"--arms: names one twice: {','.join(options.arms)}")
     options.out = options.out.resolve()
-    options.out.mkdir(parents=True, exist_ok=True)
+    try:
+        options.out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UsageError(f"--out {options.out}: cannot write there: {error.strerror}") from None
     entries = earlier_entries(options)
     done = {(e["task"], e["arm"], e["repeat"]) for e in entries}
     for task in tasks:

@@ -19,6 +19,7 @@ from grading import DRYRUN, Expectation, Run, standard_expectations
 
 TASKS = Path(__file__).resolve().parent / "tasks"
 LANGUAGES = ("en", "zh")
+PARTS = ("prompt.md", "grader.py", "reference.py", "wrong.py")
 # What an installed skill, a trial run or a tool leaves behind; never part of a solution.
 LEFT_OUT = (
     ".claude", ".agents", ".trio-local", ".git", ".venv", "venv", "__pycache__", "swanlog",
@@ -106,7 +107,7 @@ def load_task(folder: Path) -> Task:
     """Read one task's folder. Raises TaskError."""
     try:
         settings = tomllib.loads((folder / "task.toml").read_text(encoding="utf-8"))
-    except (OSError, tomllib.TOMLDecodeError) as error:
+    except (OSError, ValueError) as error:  # of TOML or of UTF-8
         raise TaskError(f"{folder.name}/task.toml: {error}") from None
     known = {"title", "language", "kind", "seconds", "options", "kill_after_steps"}
     unknown = sorted(set(settings) - known)
@@ -117,8 +118,14 @@ def load_task(folder: Path) -> Task:
         raise TaskError(f"{folder.name}/task.toml: lacks {', '.join(missing)}")
     if settings["language"] not in LANGUAGES:
         raise TaskError(f"{folder.name}/task.toml: language must be one of {', '.join(LANGUAGES)}")
-    settings["options"] = tuple(settings.get("options", ()))
     settings.setdefault("seconds", 240)
+    for name, kind in (("seconds", int), ("kill_after_steps", int), ("options", list)):
+        if not isinstance(settings.get(name, kind()), kind):
+            raise TaskError(f"{folder.name}/task.toml: {name} must be a {kind.__name__}")
+    settings["options"] = tuple(settings.get("options", ()))
+    absent = [name for name in PARTS if not (folder / name).is_file()]
+    if absent:
+        raise TaskError(f"{folder.name}: lacks {', '.join(absent)}")
     return Task(folder.name, folder, **settings)
 
 
@@ -127,7 +134,11 @@ def load_tasks(pattern: str = "*", folder: Path = TASKS) -> list[Task]:
     names. Raises TaskError when one of the patterns matches none."""
     found: dict[str, Task] = {}
     for part in pattern.split(","):
-        folders = [p for p in sorted(folder.glob(part.strip() or "-")) if p.is_dir()]
+        try:
+            folders = [p for p in sorted(folder.glob(part.strip() or "-")) if p.parent == folder]
+        except (NotImplementedError, ValueError):  # an absolute path; a part that is only `**`
+            folders = []
+        folders = [p for p in folders if p.is_dir()]
         if not folders:
             raise TaskError(f"no task matches {part.strip()!r}; see the folders of {folder}")
         found |= {p.name: load_task(p) for p in folders}

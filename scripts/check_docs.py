@@ -160,8 +160,11 @@ def main() -> int:
     if not options.static:
         ran, failed = run_commands(pages)
         found += failed
-        with running_worker() as worker:
-            found += check_running(pages, worker)
+        try:
+            with running_worker() as worker:
+                found += check_running(pages, worker)
+        except RuntimeError as error:
+            raise SystemExit(f"the blocks cannot be run: {error}") from None
     for problem in sorted(found, key=lambda p: (str(p.page), p.line)):
         print(problem)
     commands = [kind_of(command) for page in pages for command in shell_commands(page)]

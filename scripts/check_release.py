@@ -151,7 +151,8 @@ def version_before(before: str) -> str:
 
 def unchanged(version: str, options: argparse.Namespace) -> bool:
     """Did a push leave the version as it was?"""
-    return options.event == "push" and version_before(options.before) == version
+    # Without a version there is nothing that could be unchanged: `decide` refuses it.
+    return bool(version) and options.event == "push" and version_before(options.before) == version
 
 
 def decide(version: str, options: argparse.Namespace) -> list[str]:
@@ -216,6 +217,11 @@ def main() -> int:
     verifying = commands.add_parser("archive", help="is this the commit's zip")
     verifying.add_argument("zip", type=Path)
     options = parser.parse_args()
+    try:
+        git("rev-parse", "HEAD")
+    except (OSError, subprocess.CalledProcessError):
+        print(f"{package.ROOT} has no commit that git can read; use a clone", file=sys.stderr)
+        return 1
     if options.command == "archive":
         found = archive_problems(options.zip)
         for problem in found:
@@ -223,7 +229,7 @@ def main() -> int:
         if not found:
             print(f"{options.zip.name}: as committed, sha256 {package.sha256(options.zip)}")
         return bool(found)
-    if options.event == "push" and options.pulls is None:
+    if options.event == "push" and (options.pulls is None or not options.before):
         deciding.error("--event push needs --before and --pulls")
     version = package.version_in(committed(SKILL_FILE) or "")
     if unchanged(version, options):
@@ -234,10 +240,14 @@ def main() -> int:
         print(f"refused: {problem}", file=sys.stderr)
     if found:
         return 1
-    print(f"version={version}\ntag=v{version}")
     if options.notes:
         notes = changelog_section(committed("CHANGELOG.md") or "", version)
-        options.notes.write_text(notes + "\n", encoding="utf-8", newline="\n")
+        try:
+            options.notes.write_text(notes + "\n", encoding="utf-8", newline="\n")
+        except OSError as error:
+            print(f"cannot write {options.notes}: {error.strerror}", file=sys.stderr)
+            return 1
+    print(f"version={version}\ntag=v{version}")
     return 0
 
 

@@ -732,15 +732,24 @@ def main() -> int:
     parser.add_argument("--file", type=Path, default=TARGET, help="another file than api.md")
     arguments = parser.parse_args()
     text = generate()
-    if not arguments.check:
-        write(text, arguments.file)
-        print(f"{arguments.file.name}: {len(text)} characters, {len(text) / 3.2:.0f} tokens")
+    try:
+        return write_or_compare(text, arguments.file, arguments.check)
+    except (OSError, UnicodeDecodeError) as error:
+        print(f"--file {arguments.file}: {error}", file=sys.stderr)
+        return 1
+
+
+def write_or_compare(text: str, path: Path, is_check: bool) -> int:
+    """Write the file, or print how it differs; the exit code."""
+    if not is_check:
+        write(text, path)
+        print(f"{path.name}: {len(text)} characters, {len(text) / 3.2:.0f} tokens")
         return 0
-    changed = difference(text, arguments.file)
+    changed = difference(text, path)
     if changed:
         print("\n".join(changed[:200]))
         print(
-            f"{arguments.file.name} is not what pytrio {version('pytrio')} gives: "
+            f"{path.name} is not what pytrio {version('pytrio')} gives: "
             "run scripts/gen_api_reference.py",
             file=sys.stderr,
         )

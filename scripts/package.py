@@ -31,6 +31,8 @@ MAX_NOTE_LINES = 250
 MAX_NAME_LENGTH = 120  # Windows gives 260 characters to the whole path
 MAX_DESCRIPTION, MAX_COMPATIBILITY, SEEN_DESCRIPTION = 1024, 500, 200
 EXECUTABLE = {"scripts/dryrun.py"}
+# What zipfile raises for damaged fields besides its own errors.
+UNREADABLE = (NotImplementedError, OSError, ValueError)
 ENTRY_TIME = (2020, 1, 1, 0, 0, 0)
 # Names that Windows keeps for devices, with any suffix.
 DEVICES = re.compile(r"(?i)(con|prn|aux|nul|com[0-9]|lpt[0-9])(\.|$)")
@@ -207,8 +209,14 @@ def archive_problems(archive: Path, expected: dict[str, bytes]) -> list[str]:
     try:
         with zipfile.ZipFile(archive) as opened:
             entries = opened.infolist()
-            held = {entry.filename: opened.read(entry) for entry in entries}
-    except (zipfile.BadZipFile, zipfile.LargeZipFile, NotImplementedError, RuntimeError) as error:
+            # What is compressed is refused below, unread: it may be of any size.
+            held = {
+                entry.filename: opened.read(entry)
+                if entry.compress_type == zipfile.ZIP_STORED
+                else b""
+                for entry in entries
+            }
+    except (zipfile.BadZipFile, zipfile.LargeZipFile, RuntimeError, EOFError, *UNREADABLE) as error:
         return [f"{archive.name}: cannot be read: {error}"]
     names = [entry.filename for entry in entries]
     for name in names:
@@ -246,7 +254,11 @@ def main() -> int:
     target: Path = options.verify or ROOT / "dist" / f"{SKILL.name}-{skill_version()}.zip"
     if not found and not options.check:
         if not options.verify:
-            write_zip(target)
+            try:
+                write_zip(target)
+            except OSError as error:
+                print(f"cannot write {target}: {error.strerror}", file=sys.stderr)
+                return 1
         found = archive_problems(target, contents())
     for problem in found:
         print(problem, file=sys.stderr)

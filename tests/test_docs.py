@@ -241,6 +241,7 @@ PLANTED = {
     "command": ("README.md", "", "```bash\ndocker run x\n```", "no entry of COMMAND_KINDS"),
     "quote": ("README.md", "", "```bash\necho 'x\n```", "No closing quotation"),
     "language": ("README.md", "", "```sh\nls\n```", "'sh' is no kind of block"),
+    "no end of a fence": ("README.md", "", "```text\nabc", "never closed"),
     "no fence": ("README.md", "", "    ls", "'indented' is no kind of block"),
     "rule": ("grpo.md", "(A09)", "(A99)", "there is no rule A99"),
     "rule's name": ("audit.md", "`A05-lag`", "`A05-lags`", "there is no rule A05-lags"),

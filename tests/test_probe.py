@@ -633,7 +633,20 @@ def test_a_file_of_another_probe_is_not_continued(
         probed(service, tmp_path, ("limits",))
 
 
-@pytest.mark.parametrize("text", ["{", "[]", "{}"])
+REPORT = {"schema": 1, "answers": {}, "tokens": {"prefill": 0, "sample": 0, "train": 0}}
+DAMAGED = [
+    REPORT | {"tokens": {"prefill": -1_000_000, "sample": 0, "train": 0}},  # a budget without end
+    REPORT | {"tokens": {"prefill": 0}},
+    REPORT | {"tokens": None},
+    REPORT | {"answers": []},
+    REPORT | {"answers": {"top_k": "before"}},
+    REPORT | {"answers": {"top_k": {"answer": "before"}}},
+    REPORT | {"model": 7},
+    REPORT | {"leftover_run": "../../x"},
+]
+
+
+@pytest.mark.parametrize("text", ["{", "[]", "{}", "[" * 100_000, *map(json.dumps, DAMAGED)])
 def test_a_file_of_something_else_is_not_overwritten(
     text: str, service: ServiceClient, tmp_path: Path
 ) -> None:
@@ -658,6 +671,7 @@ def test_nothing_without_expiry_is_left(
 
 HAND = {"schema": 1, "answers": {"reduction.ppo": "sum", "clip.ppo": [0.7, None], "save_ttl": 60}}
 BAD_FILES = [
+    ('{"schema": 1, "answers": {"save_ttl": 1' + "0" * 400 + "}}", "takes a number of 0 or more"),
     ("{", "is not JSON"),
     ("{}", "no `answers`"),
     ('{"schema": 2, "answers": {}}', "schema 2"),

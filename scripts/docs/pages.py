@@ -102,7 +102,10 @@ class Page:
 def parse_page(path: Path, text: str | None = None) -> Page:
     """A page of the project; `text` stands in for the file's own."""
     if text is None:
-        text = path.read_text(encoding="utf-8")
+        try:
+            text = path.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise SystemExit(f"{path}:1: cannot be read: {error}") from None
     page = Page(path, text)
     front = re.match(r"---\n.*?\n---\n", text, re.DOTALL)
     # Blank lines keep the numbers of the lines that follow.
@@ -115,7 +118,12 @@ def parse_page(path: Path, text: str | None = None) -> Page:
         if token.map:
             line = token.map[0] + 1
         if token.type == "fence":
-            page.blocks.append(Block(path, line + 1, token.info.strip(), token.content))
+            is_closed = token.map is None or token.content.count("\n") == (
+                token.map[1] - token.map[0] - 2
+            )
+            # The rest of the page would be in it, unread.
+            info = token.info.strip() if is_closed else f"{token.info.strip()} (never closed)"
+            page.blocks.append(Block(path, line + 1, info, token.content))
         elif token.type == "code_block":
             page.blocks.append(Block(path, line, "indented", token.content))
         elif token.type == "heading_open":

@@ -26,6 +26,8 @@ from lint.check import check_source
 
 CHECK_DOCS = Path(__file__).resolve().parent.parent / "check_docs.py"
 BLOCK_SECONDS = 120
+GRACE_SECONDS = 15  # to a program that ignores the alarm
+LARGEST_OUTPUT = 200_000  # bytes read of what a program printed
 WORKERS = 2
 VISION_MODEL = "Qwen/Qwen3.5-9B"  # of the block with pictures
 NO_ANSWER = -1  # of a program that was stopped where there are no signals
@@ -89,20 +91,18 @@ class Worker:
             self.process.stdin.flush()
         while len(statuses) < len(folders):
             statuses |= self.receive()
-        return [
-            Run(
-                statuses[str(folder)],
-                (folder / "output.txt").read_text(encoding="utf-8", errors="replace"),
-            )
-            for folder in folders
-        ]
+        return [Run(statuses[str(folder)], end_of(folder / "output.txt")) for folder in folders]
 
     def receive(self) -> dict[str, int]:
         """Folder and status of the next program that ends."""
         assert self.process.stdout is not None
+        # A program that has ended its watcher is never answered for.
+        timer = threading.Timer(self.seconds + 2 * GRACE_SECONDS, self.process.kill)
+        timer.start()
         line = self.process.stdout.readline()
+        timer.cancel()
         if not line:
-            raise RuntimeError("the worker died; its reason is on standard error")
+            raise RuntimeError("the worker died, or a program killed its parent; see above")
         return json.loads(line)
 
     def close(self) -> None:
@@ -110,6 +110,16 @@ class Worker:
         assert self.process.stdin is not None
         self.process.stdin.close()
         self.process.wait(30)
+
+
+def end_of(path: Path) -> str:
+    """The end of what a program printed; a program may have removed it."""
+    try:
+        with path.open("rb") as stream:
+            stream.seek(max(0, path.stat().st_size - LARGEST_OUTPUT))
+            return stream.read().decode("utf-8", errors="replace")
+    except OSError as error:
+        return f"no output: {error.strerror}"
 
 
 @contextmanager
@@ -176,6 +186,9 @@ def watch(folder: Path) -> NoReturn:
             atexit._run_exitfuncs()
             sys.stdout.flush()
             os._exit(status)
+    seconds = json.loads((folder / "program.json").read_text(encoding="utf-8"))["seconds"]
+    signal.signal(signal.SIGALRM, lambda *_: os.kill(child, signal.SIGKILL))
+    signal.alarm(seconds + GRACE_SECONDS)
     status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
     answer(folder, status)
     os._exit(0)

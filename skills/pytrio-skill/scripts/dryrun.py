@@ -235,11 +235,7 @@ def run(options: argparse.Namespace) -> int:
     record = options.record or new_record_folder()
     # SIGTERM ends us as Ctrl-C does: the script is stopped, then the backend.
     signal.signal(signal.SIGTERM, interrupt)
-    try:
-        record.mkdir(parents=True, exist_ok=True)
-        (record / "backend.log").write_bytes(b"")
-    except OSError as error:
-        stop(f"--record {record}: cannot write there: {error.strerror}")
+    open_record(record)
     with Backend(options, record, key) as backend:
         environment = script_environment(backend.url, key, record / "sdk-home", Path.home())
         command = [sys.executable, str(script), *options.arguments]
@@ -433,6 +429,15 @@ def new_record_folder() -> Path:
     return Path(".trio-local") / "runs" / f"{stamp}-{os.getpid()}"
 
 
+def open_record(record: Path) -> None:
+    """Make the folder of a recording; ends in one line when nothing can be written there."""
+    try:
+        record.mkdir(parents=True, exist_ok=True)
+        (record / "backend.log").write_bytes(b"")
+    except OSError as error:
+        stop(f"--record {record}: cannot write there: {error.strerror}")
+
+
 def backend_settings(options: argparse.Namespace) -> dict[str, Any]:
     """Faults, models, demonstrations and behaviour of the command line, and its request limits;
     ends in one line on a mistake."""
@@ -527,10 +532,15 @@ def probe(options: argparse.Namespace) -> int:
     try:
         if options.ask and not options.cloud:
             return ask(probe_options, os.environ.get("PYTRIO_BASE_URL", ""), say)
-        prices = None if options.price is None else parse_prices(options.price)
         questions = chosen_questions(probe_options.only)
+        if options.only and not probe_options.only:
+            raise ValueError(f"--only takes names of questions, got {options.only!r}")
     except ValueError as error:
         stop(str(error))
+    try:
+        prices = None if options.price is None else parse_prices(options.price)
+    except ValueError as error:
+        stop(f"--price {error}")
     if options.cloud:
         if prices is None:
             stop("--cloud needs --price P,S,T: prices of a million prefill, sample, train tokens")
@@ -550,7 +560,7 @@ def probe(options: argparse.Namespace) -> int:
     backend_settings(options)
     record = options.record or new_record_folder()
     signal.signal(signal.SIGTERM, interrupt)
-    record.mkdir(parents=True, exist_ok=True)
+    open_record(record)
     key = f"dryrun-{secrets.token_hex(16)}"
     with Backend(options, record, key) as backend:
         environment = script_environment(backend.url, key, record / "sdk-home", Path.home())

@@ -175,9 +175,11 @@ def split_calls(lab: Lab) -> Verdict:
 
 
 def capability(lab: Lab) -> dict[str, Any]:
-    """The training limits of the model as they are served."""
-    served = lab.service.get_server_capabilities()
-    model = next(m for m in served.supported_models if m.model_name == lab.model)
+    """The training limits of the model as they are served. Raises LookupError for another one."""
+    served = lab.service.get_server_capabilities().supported_models
+    model = next((m for m in served if m.model_name == lab.model), None)
+    if model is None:
+        raise LookupError(f"the service lists no {lab.model}")
     names = ("max_batch_size", "max_tokens_per_request", "max_seq_len")
     return {name: getattr(model.training, name) for name in names}
 

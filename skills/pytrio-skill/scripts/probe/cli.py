@@ -15,7 +15,7 @@ from probe.cost import ATTEMPTS, CLASSES
 from probe.decide import HIGH, Verdict, cannot_tell
 from probe.measure import Lab, Meter, OutOfBound, OutOfBudget
 from probe.questions import QUESTIONS, Question
-from probe.report import Report, table
+from probe.report import Report, ReportError, table
 from trio_local.catalogue import parameter_billions
 
 LOOPBACK_HOSTS = ("127.0.0.1", "localhost", "::1")
@@ -82,6 +82,9 @@ def ask_all(
     """Ask what has not been answered yet; the report is on disk after every answer."""
     report = Report(options.out)
     model = options.model or report.content.get("model") or smallest_model(service)
+    if options.target == "cloud" and model not in service.get_supported_models():
+        known = ", ".join(service.get_supported_models())
+        raise ValueError(f"--model-name: the workspace has no {model!r}; known: {known}")
     identity = {"target": options.target, "model": model, "sdk_version": version("pytrio")}
     report.begin(identity, date.today().isoformat())
     meter = Meter(options.max_tokens, spent=dict(report.content["tokens"]))
@@ -122,6 +125,8 @@ def attempt(lab: Lab, question: Question, report: Report) -> tuple[Verdict, bool
         except (OutOfBudget, OutOfBound) as error:
             lab.forget()
             return cannot_tell(str(error)), isinstance(error, OutOfBudget)
+        except ReportError:
+            raise
         except Exception as error:  # whatever a service does, the other questions are asked
             lab.forget()
             reason = f"{type(error).__name__}: {error}"[:300]
@@ -140,6 +145,8 @@ def ask(options: ProbeOptions, base_url: str, say: Callable[[str], None]) -> int
         forbid_all_but_loopback()
     import pytrio as trio
 
+    # An address that does not answer is told after a minute, not after the SDK's 15.
+    trio.configure(control_retry_timeout_seconds=60)
     if is_local:
         trio.configure(actor_capacity_poll_interval_seconds=1.0)
     questions = chosen_questions(options.only)
@@ -151,6 +158,9 @@ def ask(options: ProbeOptions, base_url: str, say: Callable[[str], None]) -> int
     print(table(report.content))
     failed = [q.name for q in questions if not report.is_answered(q)]
     if failed:
-        say(f"not answered: {', '.join(failed)}; the same command asks them again")
+        say(
+            f"not answered: {', '.join(failed)}; the same command asks them again, with a larger "
+            "--max-tokens-total where that was reached"
+        )
     say(f"answers and evidence: {options.out}; use them with: dryrun.py run --like {options.out}")
     return 1 if failed else 0

@@ -1,15 +1,40 @@
 """The probe's answers as `probe.json`, written whole after every question, and as a table."""
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
+from probe.cost import CLASSES
 from probe.decide import CANNOT_TELL, Verdict
 from probe.questions import QUESTIONS, Question
 
 SCHEMA = 1
 # What must agree before a probe that was interrupted goes on.
 IDENTITY = ("target", "model", "sdk_version")
+ENTRY = {"answer", "confidence", "settles", "evidence"}
+
+
+class ReportError(ValueError):
+    """The report cannot be kept: nothing more may be asked. In one line."""
+
+
+def is_report(content: Any) -> bool:
+    """Whether a file's content has the form that `Report` writes: a probe goes on from it, and
+    counts the tokens it names as spent."""
+    if not isinstance(content, dict) or content.get("schema") != SCHEMA:
+        return False
+    answers, tokens = content.get("answers"), content.get("tokens", dict.fromkeys(CLASSES, 0))
+    return (
+        isinstance(answers, dict)
+        and all(isinstance(e, dict) and ENTRY <= set(e) for e in answers.values())
+        and all(isinstance(e["evidence"], dict) for e in answers.values())
+        and isinstance(tokens, dict)
+        and set(tokens) == set(CLASSES)
+        and all(type(n) is int and n >= 0 for n in tokens.values())
+        and all(isinstance(content.get(name, ""), str) for name in IDENTITY)
+        and re.fullmatch(r"[\w-]*", content.get("leftover_run") or "") is not None
+    )
 
 
 class Report:
@@ -19,14 +44,16 @@ class Report:
         """Raises ValueError for a file that is something else."""
         self.path = path
         self.content: dict[str, Any] = {"schema": SCHEMA, "answers": {}, "complete": False}
-        if path.exists():
-            try:
-                self.content = json.loads(path.read_text(encoding="utf-8"))
-                known_schema = self.content.get("schema")
-            except (ValueError, AttributeError):
-                known_schema = None
-            if known_schema != SCHEMA:
-                raise ValueError(f"{path} is no probe's file; give another --out")
+        try:
+            self.content = json.loads(path.read_text(encoding="utf-8"))
+        except FileNotFoundError:
+            return
+        except OSError as error:
+            raise ValueError(f"--out {path}: cannot read it: {error.strerror}") from None
+        except (ValueError, RecursionError):
+            self.content = {}
+        if not is_report(self.content):
+            raise ValueError(f"{path} is no probe's file, or a damaged one; give another --out")
 
     def begin(self, identity: dict[str, str], date: str) -> None:
         """Start, or go on. Raises ValueError when the file is another probe's."""
@@ -76,12 +103,15 @@ class Report:
         self.spend(tokens)
 
     def write(self) -> None:
-        """The whole file or the one before."""
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        part = self.path.with_name(self.path.name + ".part")
+        """The whole file or the one before. Raises ReportError when it cannot be written."""
         text = json.dumps(self.content, indent=2, ensure_ascii=False, default=str)
-        part.write_text(text + "\n", encoding="utf-8")
-        part.replace(self.path)
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            part = self.path.with_name(self.path.name + ".part")
+            part.write_text(text + "\n", encoding="utf-8")
+            part.replace(self.path)
+        except OSError as error:
+            raise ReportError(f"--out {self.path}: cannot write it: {error.strerror}") from None
 
 
 def shown(answer: Any) -> str:
@@ -102,8 +132,9 @@ def table(content: dict[str, Any]) -> str:
         answer = "-" if entry["confidence"] == CANNOT_TELL else shown(entry["answer"])
         settles = entry["settles"]
         if entry["confidence"] == CANNOT_TELL:
-            settles = f"nothing: {entry['evidence'].get('reason', '')}"[:100]
-        lines.append(f"{question.name:<28}{answer:<42}{entry['confidence']:<12} {settles}")
+            reason = " ".join(str(entry["evidence"].get("reason", "")).split())
+            settles = f"nothing: {reason}"[:100]
+        lines.append(f"{question.name:<28}{answer:<41} {entry['confidence']:<12} {settles}")
     spent = sum(content["tokens"].values())
     lines.append(
         f"{content['model']}, SDK {content['sdk_version']}, {content['target']}; {spent} tokens"

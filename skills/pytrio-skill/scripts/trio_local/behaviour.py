@@ -7,6 +7,7 @@ question, a line where it acts, and a test.
 
 import json
 import math
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
@@ -76,7 +77,8 @@ def one_of(*names: str) -> Callable[[Any], str]:
 
 def number(value: Any) -> float:
     is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    if not is_number or not math.isfinite(value) or value < 0:
+    # Compared and not converted: a whole number may be too large for a float.
+    if not is_number or not 0 <= value <= sys.float_info.max:
         raise ValueError(f"takes a number of 0 or more, got {value!r}")
     return float(value)
 
@@ -162,7 +164,7 @@ def read_like(path: Path) -> tuple[Behaviour, dict[str, int | None]]:
         content = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise ValueError(f"cannot read {path}: {error.strerror}") from None
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{path} is not JSON: {error}") from None
     if not isinstance(content, dict) or not isinstance(content.get("answers"), dict):
         raise ValueError(f"{path} has no `answers`; it is not a probe's file")
@@ -178,7 +180,7 @@ def read_like(path: Path) -> tuple[Behaviour, dict[str, int | None]]:
             limits = {
                 name: value[name]
                 for name in ("max_batch_size", "max_tokens_per_request")
-                if isinstance(value.get(name), int) and value[name] > 0
+                if type(value.get(name)) is int and value[name] > 0
             }
             taken |= {"limits": limits} if limits else {}
         if question not in SETTINGS:
