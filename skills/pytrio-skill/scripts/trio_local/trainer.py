@@ -128,12 +128,13 @@ class Trainer:
                 per_token = LOSSES[loss_name].per_token(batch, settings)
                 # `where`, not a product: a masked position must not leak an inf or NaN.
                 per_token = torch.where(batch.active, per_token, per_token.new_zeros(()))
-                by_sample = per_token.sum(dim=1)
-                if backward:
-                    (
-                        by_sample / by_sample.new_tensor([shares[i] for i in indices])
-                    ).sum().backward()
-                loss_sum += float(by_sample.detach().sum())
+                total = per_token.sum()
+                if backward and len(set(shares)) == 1:
+                    (total / shares[0]).backward()
+                elif backward:
+                    divisor_of_row = per_token.new_tensor([shares[i] for i in indices])
+                    (per_token.sum(dim=1) / divisor_of_row).sum().backward()
+                loss_sum += float(total.detach())
                 token_count += int(counted(loss_name, batch, counting).sum())
                 shown = self._shown(batch.logprobs)
                 for row, index in enumerate(indices):
