@@ -2,7 +2,6 @@
 nothing that a model writes can break them, and ALFWorld's own games."""
 
 import asyncio
-import importlib.util
 import json
 import random
 import re
@@ -24,9 +23,6 @@ from test_examples import dryrun_command, environment
 from test_sandbox import Scripted
 
 EXAMPLE = SKILL / "examples" / "alfworld.py"
-pytestmark = pytest.mark.skipif(
-    importlib.util.find_spec("textworld") is None, reason="needs TextWorld"
-)
 
 # What a model may write instead of an action.
 WRONG = [

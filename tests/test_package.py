@@ -74,8 +74,9 @@ def test_the_zip_is_reproducible(tmp_path: Path) -> None:
 
 def other_pythons() -> dict[str, str]:
     """Other versions of Python on this machine, by version."""
-    places = [Path("/usr/bin/python3"), *Path.home().glob(".pyenv/versions/3.*/bin/python3")]
-    places += Path("/opt/hostedtoolcache/Python").glob("3.*/x64/bin/python3")
+    beside = Path(sys.base_prefix).resolve()  # as pyenv and the runners of GitHub lay them out
+    places = [Path("/usr/bin/python3"), *beside.parent.glob("3.*/bin/python3")]
+    places += beside.parent.parent.glob("3.*/*/bin/python3")
     places += [Path(found) for n in range(10, 15) if (found := shutil.which(f"python3.{n}"))]
     version = "import platform; print(platform.python_version())"
     found = {}

@@ -1005,6 +1005,7 @@ def test_a_broken_row_is_one_line(
     assert f"{path} line 3" in line and named in line
 
 
+# Bombs are among the files; that the example refuses them is what is tested.
 @pytest.mark.filterwarnings("ignore::PIL.Image.DecompressionBombWarning")
 def test_any_damaged_file_is_one_line(example: Any, tmp_path: Path) -> None:
     """Whatever Pillow raises for a file, it is named, or the file is readable."""
