@@ -7,21 +7,19 @@ It finds the task by the words of the prompt. `sleep` never ends.
 """
 
 import json
-import shutil
 import sys
 import time
 from pathlib import Path
 
-TASKS = Path(__file__).resolve().parent / "tasks"
+from tasks import Task, load_tasks
 
 
-def task_of(prompt_file: Path) -> Path:
-    """The folder of the task whose prompt this is."""
+def task_of(prompt_file: Path) -> Task:
+    """The task whose prompt this is."""
     given = prompt_file.read_text(encoding="utf-8")
-    for folder in sorted(TASKS.iterdir()):
-        path = folder / "prompt.md"
-        if path.exists() and given.startswith(path.read_text(encoding="utf-8").rstrip("\n")):
-            return folder
+    for task in load_tasks():
+        if given == task.prompt:
+            return task
     raise SystemExit(f"{prompt_file} is no task's prompt")
 
 
@@ -30,11 +28,11 @@ def main() -> int:
         print(__doc__, file=sys.stderr)
         return 3
     mode, prompt_file, work = sys.argv[1], Path(sys.argv[2]), Path(sys.argv[3])
-    folder = task_of(prompt_file)
+    task = task_of(prompt_file)
     if mode == "sleep":
         time.sleep(3600)
     if mode in ("reference", "wrong"):
-        shutil.copy(folder / f"{mode}.py", work / "solution.py")
+        (work / "solution.py").write_text(task.source(mode), encoding="utf-8")
         (work / "command.txt").write_text("python solution.py\n", encoding="utf-8")
         (work / "tokens.json").write_text(json.dumps({"input": 0, "output": 0}), encoding="utf-8")
     return 0

@@ -339,7 +339,7 @@ def grade_solution(task: Task, solution: str) -> Grade:
         work.mkdir()
         if task.files.is_dir():
             shutil.copytree(task.files, work, dirs_exist_ok=True)
-        shutil.copy(task.folder / f"{solution}.py", work / "solution.py")
+        (work / "solution.py").write_text(task.source(solution), encoding="utf-8")
         return grade(task, work, Path(scratch))
 
 

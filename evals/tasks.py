@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,7 @@ from grading import DRYRUN, Expectation, Run, standard_expectations
 
 TASKS = Path(__file__).resolve().parent / "tasks"
 LANGUAGES = ("en", "zh")
-PARTS = ("prompt.md", "grader.py", "reference.py", "wrong.py")
+PARTS = ("prompt.md", "grader.py", "reference.py", "wrong.toml")
 # What an installed skill, a trial run or a tool leaves behind; never part of a solution.
 LEFT_OUT = (
     ".claude", ".agents", ".trio-local", ".git", ".venv", "venv", "__pycache__", "swanlog",
@@ -48,6 +48,15 @@ behind. Do what is asked at the size that is asked, no more.
 请清理你自己试跑留下的文件。按要求的规模完成即可，不要多做。
 """,
 }
+
+
+def changed(source: str, changes: Iterable[tuple[str, str]]) -> str:
+    """A source with texts replaced, each of which must be there."""
+    for old, new in changes:
+        if old not in source:
+            raise TaskError(f"the reference has no {old!r}")
+        source = source.replace(old, new)
+    return source
 
 
 class TaskError(Exception):
@@ -90,8 +99,16 @@ class Task:
     @property
     def solutions(self) -> list[str]:
         """`reference` and, where there is a right one in another style, `other`; then `wrong`."""
-        names = ("reference", "other", "wrong")
-        return [name for name in names if (self.folder / f"{name}.py").exists()]
+        has_other = (self.folder / "other.py").exists()
+        return ["reference", *(["other"] if has_other else []), "wrong"]
+
+    def source(self, solution: str) -> str:
+        """The text of a solution; the wrong one is the reference with a few places changed."""
+        if solution != "wrong":
+            return (self.folder / f"{solution}.py").read_text(encoding="utf-8")
+        wrong = tomllib.loads((self.folder / "wrong.toml").read_text(encoding="utf-8"))
+        changes = [(change["right"], change["wrong"]) for change in wrong["changes"]]
+        return changed(self.source("reference"), changes)
 
     def grader(self) -> Callable[[Run], list[Expectation]]:
         """`grade` of the task's grader.py, imported under a name of its own."""

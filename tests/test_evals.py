@@ -10,6 +10,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
+import tomllib
 
 from conftest import ROOT
 
@@ -298,10 +299,11 @@ def test_tasks_are_complete(name: str) -> None:
     has_chinese = any("\u4e00" <= c <= "\u9fff" for c in prompt)
     assert has_chinese == (task.language == "zh"), task.name
     assert callable(task.grader()), task.name
-    for solution in ("reference", "wrong"):
-        source = (task.folder / f"{solution}.py").read_text(encoding="utf-8")
-        compile(source, f"{task.name}/{solution}.py", "exec", dont_inherit=True)
-    assert source.startswith('"""Wrong: '), f"{task.name}: wrong.py must say what is wrong"
+    for solution in task.solutions:
+        compile(task.source(solution), f"{task.name}/{solution}", "exec", dont_inherit=True)
+    wrong = tomllib.loads((task.folder / "wrong.toml").read_text(encoding="utf-8"))
+    assert len(wrong["says"]) > 20, f"{task.name}: wrong.toml must say what is wrong"
+    assert task.source("wrong") != task.source("reference")
     assert len(task.prompt) > 300
 
 
@@ -351,7 +353,7 @@ def solved(task: kit.Task, solution: str, target: str, tmp_path: Path) -> kit.Gr
     (work / target).parent.mkdir(parents=True)
     if task.files.is_dir():
         shutil.copytree(task.files, work, dirs_exist_ok=True)
-    shutil.copy(task.folder / f"{solution}.py", work / target)
+    (work / target).write_text(task.source(solution), encoding="utf-8")
     (work / "command.txt").write_text(f"python {target}\n", encoding="utf-8")
     return kit.grade(task, work, tmp_path / "scratch")
 
@@ -1008,11 +1010,7 @@ DEVIATIONS: dict[str, tuple[list[tuple[str, str]], set[str]]] = {
 def deviated(name: str) -> tuple[kit.Task, str]:
     """A task and its reference with the changes of an entry."""
     task = kit.load_tasks(name.partition("/")[0])[0]
-    source = (task.folder / "reference.py").read_text(encoding="utf-8")
-    for old, new in DEVIATIONS[name][0]:
-        assert old in source, old
-        source = source.replace(old, new)
-    return task, source
+    return task, kit.changed(task.source("reference"), DEVIATIONS[name][0])
 
 
 @pytest.mark.parametrize("name", DEVIATIONS)
