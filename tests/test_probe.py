@@ -722,7 +722,7 @@ def test_only_sure_answers_are_taken(tmp_path: Path) -> None:
 
 def test_the_audit_cites_a_probe() -> None:
     joined: Any = SimpleNamespace(trace=SimpleNamespace(header={"like": {"reduction.ppo": "sum"}}))
-    assert probed_divisors(joined, ["ppo", "dro"]).endswith("the cloud divides ppo by sum")
+    assert probed_divisors(joined, ["ppo", "dro"]).endswith("with --like divide ppo by sum")
     assert probed_divisors(joined, ["cispo"]) == ""
 
 
@@ -771,6 +771,15 @@ def test_probe_and_like_through_the_command(tmp_path: Path) -> None:
     lines = [line for line in run.stderr.splitlines() if "--like (found.json" in line]
     assert len(lines) == 1 and "decides limits, token_stop, unknown_keys, save_ttl" in lines[0]
     assert "still assumed: reduction.cross_entropy" in lines[0]
+
+
+def test_two_divisors_at_once_are_refused(tmp_path: Path) -> None:
+    like = {"schema": 1, "answers": {"reduction.ppo": "sum"}}
+    (tmp_path / "like.json").write_text(json.dumps(like), encoding="utf-8")
+    (tmp_path / "loop.py").write_text("", encoding="utf-8")
+    command = ["run", "--like", "like.json", "--reduction", "samples", "loop.py"]
+    done = dryrun(*command, folder=tmp_path)
+    assert done.returncode == 3 and "leave --reduction out" in done.stderr
 
 
 @dataclass

@@ -462,6 +462,8 @@ def backend_settings(options: argparse.Namespace) -> dict[str, Any]:
         behaviour, limits = read_like(options.like) if options.like else (Behaviour(), {})
     except ValueError as error:
         stop(f"--like: {error}")
+    if behaviour.reduction and options.reduction != "default":
+        stop(f"--like {options.like} says what losses are divided by; leave --reduction out")
     return {
         "faults": faults,
         "models": dict(map(model_override, options.model)),

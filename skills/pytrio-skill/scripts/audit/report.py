@@ -30,7 +30,7 @@ LOSS_QUESTIONS = (
 CANNOT_TELL = {
     "what the cloud divides losses by, and its default clip": LOSS_QUESTIONS,
     "how far the cloud's sampler and trainer differ numerically": ("mismatch",),
-    "how well, how fast and at what price the real model learns": ("no probe knows",),
+    "how well, how fast and at what price the real model learns": (),  # no probe asks that
 }
 
 
@@ -122,7 +122,8 @@ def as_json(joined: Joined, findings: list[Finding], budget: Budget) -> dict[str
 
 def cannot_tell(settled: Collection[str]) -> list[str]:
     """What stays unknown when a probe has settled these questions."""
-    return [what for what, asked in CANNOT_TELL.items() if not set(asked) <= set(settled)]
+    is_settled = {what: asked and set(asked) <= set(settled) for what, asked in CANNOT_TELL.items()}
+    return [what for what, settled_by_probe in is_settled.items() if not settled_by_probe]
 
 
 def write_json(path: Path, value: dict[str, Any]) -> None:

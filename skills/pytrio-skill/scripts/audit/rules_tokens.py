@@ -571,8 +571,8 @@ def check_placeholders(joined: Joined) -> Iterator[Hit]:
 
 
 def probed_divisors(joined: Joined, losses: Collection[str]) -> str:
-    """What a probe has found about the divisors of these losses, as the end of a sentence."""
+    """What `--like` says about the divisors of these losses, as the end of a sentence."""
     like = joined.trace.header.get("like", {})
     found = {loss: like.get(f"reduction.{loss}") for loss in sorted(losses)}
     known = [f"{loss} by {divisor}" for loss, divisor in found.items() if divisor]
-    return f"; a probe found that the cloud divides {', '.join(known)}" if known else ""
+    return f"; the answers given with --like divide {', '.join(known)}" if known else ""
