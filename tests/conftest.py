@@ -3,6 +3,7 @@
 import gc
 import json
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -25,15 +26,44 @@ def dryrun(
     *arguments: object, folder: Path, seconds: float = 180, **environment: str
 ) -> subprocess.CompletedProcess[str]:
     """`dryrun.py ARGUMENTS` in a folder, to its end."""
-    return subprocess.run(
-        [sys.executable, str(DRYRUN), *map(str, arguments)],
-        env={**os.environ, **environment},
+    command = [sys.executable, str(DRYRUN), *map(str, arguments)]
+    return outcome(command, folder, {**os.environ, **environment}, seconds)
+
+
+def outcome(
+    command: list[str], folder: Path, environment: dict[str, str], seconds: float
+) -> subprocess.CompletedProcess[str]:
+    """A command in a folder, to its end; one that takes longer fails the test, with where every
+    thread of it and of its children was."""
+    process = subprocess.Popen(
+        command,
+        env={**environment, "PYTHONFAULTHANDLER": "1"},
         cwd=folder,
-        capture_output=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
         text=True,
-        timeout=seconds,
-        check=False,
     )
+    try:
+        output, errors = process.communicate(timeout=seconds)
+    except subprocess.TimeoutExpired:
+        pytest.fail(f"{command} took over {seconds:.0f} s\n{stacks_of(process, folder)}")
+    return subprocess.CompletedProcess(command, process.returncode, output, errors)
+
+
+def stacks_of(process: subprocess.Popen[str], folder: Path) -> str:
+    """End a process and its children; what it printed, and the stacks that they leave in its
+    standard error and in the backend's log."""
+    children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
+    pids = [*map(int, children.read_text().split()), process.pid] if children.exists() else []
+    for pid in pids:
+        os.kill(pid, signal.SIGABRT)
+    try:
+        output, errors = process.communicate(timeout=10)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        output, errors = process.communicate()
+    logs = [path.read_text(encoding="utf-8") for path in folder.rglob("backend.log")]
+    return "\n".join([output, errors, *logs])
 
 
 @dataclass

@@ -20,7 +20,7 @@ from typing import Any
 import pytest
 from transformers import AutoTokenizer
 
-from conftest import SKILL
+from conftest import SKILL, outcome
 from helpers import STANDIN
 from test_examples import (
     assert_one_line,
@@ -579,15 +579,7 @@ def dry(path: Path, *arguments: str, folder: Path, options: Sequence[str] = ()) 
     """Exit code and output of a dry run."""
     command = dryrun_command(path, *SHORT, *arguments)
     command[3:3] = options
-    done = subprocess.run(
-        command,
-        cwd=folder,
-        env=environment(),
-        capture_output=True,
-        text=True,
-        timeout=200,
-        check=False,
-    )
+    done = outcome(command, folder, environment(), 200)
     return done.returncode, done.stdout + done.stderr
 
 

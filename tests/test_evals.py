@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import tomllib
 
-from conftest import ROOT
+from conftest import ROOT, outcome
 
 EVALS = ROOT / "evals"
 sys.path.insert(0, str(EVALS))
@@ -36,15 +36,8 @@ def chosen(names: Iterable[str]) -> list[str]:
 
 def evaluate(*arguments: object, folder: Path, **environment: str) -> subprocess.CompletedProcess:
     """`run.py ARGUMENTS` in a folder."""
-    return subprocess.run(
-        [sys.executable, str(RUN), *map(str, arguments)],
-        cwd=folder,
-        env={**os.environ, **environment},
-        capture_output=True,
-        text=True,
-        timeout=550,
-        check=False,
-    )
+    command = [sys.executable, str(RUN), *map(str, arguments)]
+    return outcome(command, folder, {**os.environ, **environment}, 550)
 
 
 def results(folder: Path) -> dict:

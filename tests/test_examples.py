@@ -23,7 +23,7 @@ from typing import Any
 import pytest
 from safetensors.torch import load as load_tensors
 
-from conftest import DRYRUN, SKILL
+from conftest import DRYRUN, SKILL, outcome
 
 
 @dataclass(frozen=True)
@@ -287,15 +287,7 @@ def load(file: str) -> Any:
 
 def run_alone(path: Path, *arguments: str, folder: Path) -> subprocess.CompletedProcess[str]:
     """The example without any backend: it must end before it needs one."""
-    return subprocess.run(
-        [sys.executable, str(path), *arguments],
-        cwd=folder,
-        env=environment(),
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
+    return outcome([sys.executable, str(path), *arguments], folder, environment(), 60)
 
 
 def dryrun_command(path: Path, *arguments: str, record: str = "record") -> list[str]:
@@ -516,15 +508,8 @@ def test_it_learns(example: Example, variant: tuple[str, ...], seed: int, tmp_pa
 def assert_learns(example: Example, arguments: tuple[str, ...], folder: Path) -> None:
     start = time.monotonic()
     path = SKILL / "examples" / example.file
-    done = subprocess.run(
-        dryrun_command(path, *arguments),
-        cwd=folder,
-        env=environment(),
-        capture_output=True,
-        text=True,
-        timeout=3 * example.seconds,
-        check=False,
-    )
+    command = dryrun_command(path, *arguments)
+    done = outcome(command, folder, environment(), 3 * example.seconds)
     seconds = time.monotonic() - start
     assert done.returncode == 0, done.stderr
     rows = metrics_of(folder)
@@ -593,10 +578,9 @@ def test_it_survives_kill_9(example: Example, seed: int, tmp_path: Path) -> None
         assert state["step"] >= max(resumed_from, 2 * ((rows_at_kill - 1) // 2))
         resumed_from = state["step"]
     command = dryrun_command(path, *arguments)
-    process = start(command, tmp_path)
-    output, errors = process.communicate(timeout=3 * example.seconds)
-    assert process.returncode == 0, errors
-    assert f"resuming after step {resumed_from} " in output or resumed_from == 6
+    done = outcome(command, tmp_path, environment(), 3 * example.seconds)
+    assert done.returncode == 0, done.stderr
+    assert f"resuming after step {resumed_from} " in done.stdout or resumed_from == 6
     rows = metrics_of(tmp_path)
     assert [row["step"] for row in rows] == list(range(1, 7))
     state = json.loads((run / "run_state.json").read_text(encoding="utf-8"))
@@ -608,9 +592,8 @@ def test_it_survives_kill_9(example: Example, seed: int, tmp_path: Path) -> None
     if example.same_weights:
         whole = tmp_path / "whole"
         whole.mkdir()
-        process = start(dryrun_command(path, *arguments), whole)
-        _, errors = process.communicate(timeout=3 * example.seconds)
-        assert process.returncode == 0, errors
+        done = outcome(command, whole, environment(), 3 * example.seconds)
+        assert done.returncode == 0, done.stderr
         keys = ("step", "loss", "eval/loss")
         unbroken = [{key: row.get(key) for key in keys} for row in metrics_of(whole)]
         assert [{key: row.get(key) for key in keys} for row in rows] == unbroken
@@ -650,15 +633,8 @@ def test_other_settings_are_another_run(example: Example, tmp_path: Path) -> Non
             example.over_long[1],
         ),
     ]:
-        done = subprocess.run(
-            dryrun_command(path, *arguments, *extra),
-            cwd=tmp_path,
-            env=environment(SWANLAB_PROJECT="plain"),
-            capture_output=True,
-            text=True,
-            timeout=120,
-            check=False,
-        )
+        command = dryrun_command(path, *arguments, *extra)
+        done = outcome(command, tmp_path, environment(SWANLAB_PROJECT="plain"), 120)
         assert done.returncode == code, done.stderr
         assert complaint in done.stderr
         assert "Traceback" not in done.stderr and "failed" not in done.stdout
@@ -677,15 +653,7 @@ def test_an_async_step_is_its_longest_chain(tmp_path: Path) -> None:
         arguments = ("--no-eval-base", "--steps", "6", "--staleness", staleness)
         command = dryrun_command(path, *arguments)
         command[3:3] = ["--fault", "latency=200ms"]
-        done = subprocess.run(
-            command,
-            cwd=folder,
-            env=environment(),
-            capture_output=True,
-            text=True,
-            timeout=300,
-            check=False,
-        )
+        done = outcome(command, folder, environment(), 300)
         assert done.returncode == 0, done.stderr
         rows = metrics_of(folder)
         assert [row["rollout/lag"] for row in rows[1:]] == [int(staleness)] * 5
@@ -703,10 +671,9 @@ def test_custom_losses_agree_with_their_built_in_twins(tmp_path: Path) -> None:
     """Formulas, and the weights after a step, from ratios that are spread beyond the bounds."""
     command = dryrun_command(SKILL / "examples" / "custom-loss.py", "--check")
     command[3:3] = ["--accept", "A10=a check keeps nothing"]
-    process = start(command, tmp_path)
-    output, errors = process.communicate(timeout=240)
-    assert process.returncode == 0, errors
-    found = re.findall(r"probability (\S+), of its twin's off by (\S+), size (\S+),", output)
+    done = outcome(command, tmp_path, environment(), 240)
+    assert done.returncode == 0, done.stderr
+    found = re.findall(r"probability (\S+), of its twin's off by (\S+), size (\S+),", done.stdout)
     assert len(found) == 3
     for moved, off, size in found:
         assert float(moved) > 0.1 and float(off) < 1e-4
@@ -718,18 +685,17 @@ def test_a_wrong_reference_is_never_trained_on(tmp_path: Path) -> None:
     """DPO whose reference is not the model it starts from ends before the first step."""
     path = SKILL / "examples" / "dpo-hh-rlhf.py"
     arguments = ("--no-eval-base", "--steps", "1", "--run-dir")
-    process = start(dryrun_command(path, *arguments, "runs/r"), tmp_path)
-    _, errors = process.communicate(timeout=120)
-    assert process.returncode == 0, errors
+    done = outcome(dryrun_command(path, *arguments, "runs/r"), tmp_path, environment(), 120)
+    assert done.returncode == 0, done.stderr
     lines = (tmp_path / "runs" / "r" / "reference.jsonl").read_text(encoding="utf-8").splitlines()
     rows = [json.loads(line) for line in lines]
     rows = [row | {"logprob": row["logprob"] + i % 2} for i, row in enumerate(rows)]
     (tmp_path / "other").mkdir()
     text = "".join(json.dumps(row) + "\n" for row in rows)
     (tmp_path / "other" / "reference.jsonl").write_text(text, encoding="utf-8")
-    process = start(dryrun_command(path, *arguments, "other", record="second"), tmp_path)
-    _, errors = process.communicate(timeout=120)
-    assert process.returncode == 1
-    assert "the first loss is 0.6444, not ln 2" in errors and "Traceback" not in errors
+    command = dryrun_command(path, *arguments, "other", record="second")
+    done = outcome(command, tmp_path, environment(), 120)
+    assert done.returncode == 1
+    assert "the first loss is 0.6444, not ln 2" in done.stderr and "Traceback" not in done.stderr
     summary = json.loads((tmp_path / "second" / "summary.json").read_text(encoding="utf-8"))
     assert summary["optimizer_steps"] == 0

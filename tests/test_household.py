@@ -5,7 +5,6 @@ import asyncio
 import json
 import random
 import re
-import subprocess
 import sys
 import threading
 from collections.abc import Callable, Sequence
@@ -16,7 +15,7 @@ from typing import Any
 import pytest
 
 from alfred_fixture import PUT, TASKS, game_file, make_alfred_fixture, write_game
-from conftest import SKILL
+from conftest import SKILL, outcome
 from standin import household
 from test_agents import agent, encoded, tokenizer_with, xml
 from test_examples import dryrun_command, environment
@@ -275,15 +274,8 @@ print(json.dumps({"growth": resident() - early, "libraries": len(module.FREE_LIB
 
 def elsewhere(code: str, *, folder: Path, seconds: float = 60, **variables: str) -> str:
     """Output of the code in a process of its own."""
-    done = subprocess.run(
-        [sys.executable, "-B", "-c", AS_A_SCRIPT + code],
-        cwd=folder,
-        env=environment(**variables),
-        capture_output=True,
-        text=True,
-        timeout=seconds,
-        check=False,
-    )
+    command = [sys.executable, "-B", "-c", AS_A_SCRIPT + code]
+    done = outcome(command, folder, environment(**variables), seconds)
     assert done.returncode == 0, done.stderr
     return done.stdout
 
@@ -395,15 +387,7 @@ def test_alfworlds_games_run_dry(module: Any, tmp_path: Path) -> None:
     command = dryrun_command(EXAMPLE, "--data", "alfworld", "--games", str(folder), *arguments)
     # By chance both of each group do equally badly, and then nothing is trained.
     command[3:3] = ["--accept", "A10=the stand-in does not know these games"]
-    done = subprocess.run(
-        command,
-        cwd=tmp_path,
-        env=environment(),
-        capture_output=True,
-        text=True,
-        timeout=200,
-        check=False,
-    )
+    done = outcome(command, tmp_path, environment(), 200)
     assert done.returncode == 0, done.stderr
     (path,) = tmp_path.glob("runs/*/metrics.jsonl")
     (row,) = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
