@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -56,7 +57,8 @@ def stacks_of(process: subprocess.Popen[str], folder: Path) -> str:
     children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
     pids = [*map(int, children.read_text().split()), process.pid] if children.exists() else []
     for pid in pids:
-        os.kill(pid, signal.SIGABRT)
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGABRT)
     try:
         output, errors = process.communicate(timeout=10)
     except subprocess.TimeoutExpired:

@@ -16,7 +16,7 @@ LOOPS = ROOT / "tests" / "loops"
 def output_of(loop: str, *arguments: str, options: tuple[str, ...] = (), folder: Path) -> str:
     """Run a loop dry and return what it printed."""
     command = ["run", *options, LOOPS / loop, "--", *arguments]
-    done = dryrun(*command, folder=folder, seconds=400, PYTHONPATH=str(ROOT / "scripts"))
+    done = dryrun(*command, folder=folder, seconds=240, PYTHONPATH=str(ROOT / "scripts"))
     assert done.returncode == 0, done.stderr
     return done.stdout
 
