@@ -21,6 +21,8 @@ ROOT = Path(__file__).resolve().parent.parent
 SKILL = ROOT / "skills" / "pytrio-skill"
 DRYRUN = SKILL / "scripts" / "dryrun.py"
 KEY = "test-key"
+# Slow tests of something random run with one seed; `SEEDS=all` has all of them.
+EVERY_SEED = os.environ.get("SEEDS") == "all"
 
 
 def dryrun(
