@@ -135,6 +135,10 @@ def serve(options: ServerOptions, on_ready: Callable[[str], None], follow_parent
     )
     config = uvicorn.Config(
         build_app(state),
+        # What is tested here, whichever other servers are installed.
+        loop="asyncio",
+        http="h11",
+        ws="none",
         log_level="warning",
         access_log=False,
         timeout_keep_alive=120,
