@@ -14,10 +14,10 @@ demo: $(VENV)/.ready
 	$(DRYRUN) run $(SKILL)/examples/quickstart_sft.py
 
 test: $(VENV)/.ready-dev
-	$(BIN)/python -m pytest -n 2
+	$(BIN)/python -m pytest -n 2 --dist worksteal
 
 test-slow: $(VENV)/.ready-dev
-	$(BIN)/python -m pytest -m slow -n 2
+	$(BIN)/python -m pytest -m slow -n 2 --dist worksteal
 
 mutation: $(VENV)/.ready-dev
 	$(BIN)/python tests/mutants/run.py

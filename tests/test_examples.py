@@ -24,6 +24,7 @@ import pytest
 from safetensors.torch import load as load_tensors
 
 from conftest import DRYRUN, EVERY_SEED, SKILL, outcome
+from forked import run_forked
 
 
 @dataclass(frozen=True)
@@ -359,7 +360,8 @@ def test_a_bad_file_is_one_line(
     (tmp_path / "empty.jsonl").write_text("", encoding="utf-8")
     (tmp_path / "half.jsonl").write_text('\n{"question": "How"}\n', encoding="utf-8")
     path = SKILL / "examples" / example.file
-    assert_one_line(run_alone(path, "--data", file, folder=tmp_path), complaint)
+    done = run_forked(path, "--data", file, folder=tmp_path, environment=environment())
+    assert_one_line(done, complaint)
 
 
 @ALL
@@ -374,7 +376,8 @@ def test_a_mistake_is_one_line(
     example: Example, arguments: list[str], complaint: str, tmp_path: Path
 ) -> None:
     path = SKILL / "examples" / example.file
-    assert_one_line(run_alone(path, *arguments, folder=tmp_path), complaint)
+    done = run_forked(path, *arguments, folder=tmp_path, environment=environment())
+    assert_one_line(done, complaint)
 
 
 @WITH_GOLD
@@ -482,7 +485,8 @@ def test_dapo_tells_effective_groups_by_correctness() -> None:
 
 @ALL
 def test_an_unknown_flag_is_named(example: Example, tmp_path: Path) -> None:
-    done = run_alone(SKILL / "examples" / example.file, "--no-such-flag", folder=tmp_path)
+    path = SKILL / "examples" / example.file
+    done = run_forked(path, "--no-such-flag", folder=tmp_path, environment=environment())
     assert done.returncode == 2
     assert "no-such-flag" in done.stderr + done.stdout
     assert "Traceback" not in done.stderr
@@ -651,13 +655,13 @@ def test_an_async_step_is_its_longest_chain(tmp_path: Path) -> None:
     for staleness in ("0", "1"):
         folder = tmp_path / staleness
         folder.mkdir()
-        arguments = ("--no-eval-base", "--steps", "6", "--staleness", staleness)
+        arguments = ("--no-eval-base", "--steps", "5", "--staleness", staleness)
         command = dryrun_command(path, *arguments)
         command[3:3] = ["--fault", "latency=200ms"]
         done = outcome(command, folder, environment(), 300)
         assert done.returncode == 0, done.stderr
         rows = metrics_of(folder)
-        assert [row["rollout/lag"] for row in rows[1:]] == [int(staleness)] * 5
+        assert [row["rollout/lag"] for row in rows[1:]] == [int(staleness)] * 4
         steps, chains = (
             sum(row[f"time/{name}_seconds"] for row in rows[1:]) for name in ("step", "chain")
         )

@@ -1,4 +1,5 @@
-"""The suite of seeded bugs; `make mutation` runs all of them, a slow test every twelfth."""
+"""The suite of seeded bugs; `make mutation` runs all of it, a slow test every twelfth mutant and
+every second loop."""
 
 import subprocess
 import sys
@@ -47,7 +48,7 @@ def test_the_note_explains_every_code() -> None:
 @pytest.mark.slow
 def test_loops_are_clean_and_mutants_are_caught(tmp_path: Path) -> None:
     names = [mutant.name for mutant in MUTANTS[::EVERY]]
-    loops = sorted(path.stem for path in (RUN.parent / "loops").glob("*.py"))
+    loops = sorted(path.stem for path in (RUN.parent / "loops").glob("*.py"))[::2]
     command = [sys.executable, str(RUN), "--keep", str(tmp_path / "kept"), "--only"]
     done = subprocess.run(
         [*command, *loops, *names], capture_output=True, text=True, timeout=1800, check=False
