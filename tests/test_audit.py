@@ -405,11 +405,13 @@ def gspo(
     story: Story,
     advantages: Callable[[Sequence[Numbers]], list[Numbers]] = centred,
     epochs: int = 1,
+    stops: Sequence[str] | None = None,
 ) -> None:
-    """A custom loss on sampled completions."""
+    """A custom loss on sampled completions; `stops` says why those of each group ended."""
     run = story.training_run()
     for _ in range(2):
-        rows = rewarded(sampled(story, story.sampler(run)), by_length, advantages)
+        groups = sampled(story, story.sampler(run), stop_reasons=stops)
+        rows = rewarded(groups, by_length, advantages)
         story.wait()
         plain = [replace(row, logprobs=None, advantages=None) for row in rows]
         for _ in range(epochs):
@@ -697,6 +699,11 @@ def per_reward(rewards: Sequence[Numbers]) -> list[Numbers]:
 
 def off_by_some(rewards: Sequence[Numbers]) -> list[Numbers]:
     return [[a + 0.1 * (i + 1) for a in group] for i, group in enumerate(centred(rewards))]
+
+
+def without_the_first(rewards: Sequence[Numbers]) -> list[Numbers]:
+    """The first of each group gets no gradient."""
+    return [[0.0, *group[1:]] for group in centred(rewards)]
 
 
 def none_differ(rewards: Sequence[Numbers]) -> list[Numbers]:
@@ -2134,6 +2141,9 @@ CORRECT: dict[str, Tell] = {
     "auto_shift, policy": unshifted_policy,
     "gspo": gspo,
     "gspo, epochs": partial(gspo, epochs=2),
+    "gspo, cut off ones left out": partial(
+        gspo, advantages=without_the_first, stops=["length", "stop", "stop", "stop"]
+    ),
     "best of n": best_of_n,
     "best of n, sampled once": best_of_all,
     "sft, asked": partial(asked_after, sft),
@@ -2258,6 +2268,12 @@ def test_findings_of_two_runs_are_of_their_own_run(tmp_path: Path) -> None:
     assert findings_by_name(result)["A01-prompt"]["places"][0]["call"] == 3
     assert result["numbers"]["training_runs"] == 2
     assert result["numbers"]["optimizer_steps"] == 4
+
+
+def test_a_clipped_completion_belongs_to_its_group(tmp_path: Path) -> None:
+    """With the ratios of other completions a custom loss clips some, and those have no gradient."""
+    _, result = audited(told(partial(gspo, advantages=without_the_first), tmp_path))
+    assert complaints(result)["A16-group-sum"].startswith("in 6 of 6 groups")
 
 
 def test_one_session_of_a_recording_is_audited_apart(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ import numpy as np
 from audit.findings import Hit, Place, plural, target_place
 from audit.joins import Group, Joined, hits
 from audit.rules_tokens import first_difference, is_constant, shift_of
-from audit.trace import Datum, Request, Sampler, Sequence
+from audit.trace import Call, Datum, Request, Sampler, Sequence
 
 RATIO_WARNING, RATIO_ERROR = 0.02, 0.1
 TRUNCATED_SHARE = 0.3
@@ -286,6 +286,7 @@ def check_custom_groups(joined: Joined) -> Iterator[Hit]:
     advantages do, per token or per completion."""
     bad: list[Group] = []
     tested, has_baseline = 0, False
+    silent: dict[int, Counter[bytes]] = {}
     for group in joined.groups:
         calls = {joined.trained[m][0].call for m in group.members if m in joined.trained}
         fresh = all(
@@ -293,8 +294,9 @@ def check_custom_groups(joined: Joined) -> Iterator[Hit]:
             and c.steps_before == joined.sequences[group.members[0]].request.sampler.step
             for c in calls
         )
-        complete = len(group.members) > 1 and joined.used.issuperset(group.members)
-        if not calls or not fresh or not complete or group.is_degenerate:
+        if not calls or not fresh or len(group.members) < 2 or group.is_degenerate:
+            continue
+        if not are_all_trained(joined, group, calls, silent):
             continue
         tested += 1
         has_baseline |= min(group.advantages.values()) < 0
@@ -308,6 +310,26 @@ def check_custom_groups(joined: Joined) -> Iterator[Hit]:
             f"(one group, mean per token: {values})",
             (request_place(joined, joined.sequences[bad[0].members[0]].request),),
         )
+
+
+def are_all_trained(
+    joined: Joined, group: Group, calls: set[Call], silent: dict[int, Counter[bytes]]
+) -> bool:
+    """Whether every completion of a group is in the data of the calls, with a gradient or without:
+    a wrong ratio is clipped. What was cut off may be without one on purpose.
+
+    `silent` keeps, by call, the completions that its data without any gradient end with.
+    """
+    rest = [joined.sequences[m] for m in group.members if m not in joined.used]
+    if any(sequence.stop_reason != "stop" for sequence in rest):
+        return False
+    for call in calls:
+        if call.number not in silent:
+            ends = [joined.match(d).turns[-1:] for d in call.data if not d.signal.any()]
+            tokens = [joined.sequences[i].tokens for end in ends for i in end]
+            silent[call.number] = Counter(map(np.ndarray.tobytes, tokens))
+    sent = sum((silent[call.number] for call in calls), Counter[bytes]())
+    return Counter(sequence.tokens.tobytes() for sequence in rest) <= sent
 
 
 def is_first_wave(joined: Joined, group: Group) -> bool:
