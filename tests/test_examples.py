@@ -558,7 +558,7 @@ def wait_for_rows(process: subprocess.Popen[str], path: Path, count: int) -> Non
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(os.name != "posix", reason="SIGKILL")
+@pytest.mark.skipif(os.name != "posix", reason="this system has no SIGKILL")
 @pytest.mark.parametrize("seed", [0])
 @ALL
 def test_it_survives_kill_9(example: Example, seed: int, tmp_path: Path) -> None:

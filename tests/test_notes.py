@@ -89,7 +89,7 @@ def python_blocks(name: str) -> list[str]:
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(os.name != "posix", reason="SIGKILL")
+@pytest.mark.skipif(os.name != "posix", reason="this system has no SIGKILL")
 def test_the_durable_loop_survives_kill_9(
     service: ServiceClient, backend: Backend, tmp_path: Path
 ) -> None:
@@ -587,7 +587,7 @@ ENDINGS = {
 def test_how_a_swanlab_run_ends(name: str, tmp_path: Path) -> None:
     last, code, state = ENDINGS[name]
     if name == "kill" and os.name != "posix":
-        pytest.skip("SIGKILL")
+        pytest.skip("this system has no SIGKILL")
     begin = "swanlab.init(mode='offline', log_dir='log')\nswanlab.log({'a': 1.0}, step=1)\n"
     result = swanlab_run(begin + last, tmp_path)
     assert result.code == code

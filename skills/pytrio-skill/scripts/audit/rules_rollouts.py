@@ -286,7 +286,7 @@ def check_custom_groups(joined: Joined) -> Iterator[Hit]:
     advantages do, per token or per completion."""
     bad: list[Group] = []
     tested, has_baseline = 0, False
-    silent: dict[int, Counter[bytes]] = {}
+    silent = silent_completions(joined)
     for group in joined.groups:
         calls = {joined.trained[m][0].call for m in group.members if m in joined.trained}
         fresh = all(
@@ -312,24 +312,34 @@ def check_custom_groups(joined: Joined) -> Iterator[Hit]:
         )
 
 
+def wording(sequence: Sequence) -> tuple[bytes, bytes]:
+    """What a completion has in common with its twins."""
+    return sequence.request.prompt.tobytes(), sequence.tokens.tobytes()
+
+
+def silent_completions(joined: Joined) -> dict[int, Counter[tuple[bytes, bytes]]]:
+    """By custom policy call, the completions that its data without any gradient end with."""
+    found: dict[int, Counter[tuple[bytes, bytes]]] = {}
+    for call in joined.policy_calls:
+        if call.kind == "custom":
+            ends = [joined.match(d).turns[-1:] for d in call.data if not d.signal.any()]
+            found[call.number] = Counter(wording(joined.sequences[i]) for end in ends for i in end)
+    return found
+
+
 def are_all_trained(
-    joined: Joined, group: Group, calls: set[Call], silent: dict[int, Counter[bytes]]
+    joined: Joined,
+    group: Group,
+    calls: set[Call],
+    silent: dict[int, Counter[tuple[bytes, bytes]]],
 ) -> bool:
     """Whether every completion of a group is in the data of the calls, with a gradient or without:
-    a wrong ratio is clipped. What was cut off may be without one on purpose.
-
-    `silent` keeps, by call, the completions that its data without any gradient end with.
-    """
+    a wrong ratio is clipped. What was cut off may be without one on purpose."""
     rest = [joined.sequences[m] for m in group.members if m not in joined.used]
     if any(sequence.stop_reason != "stop" for sequence in rest):
         return False
-    for call in calls:
-        if call.number not in silent:
-            ends = [joined.match(d).turns[-1:] for d in call.data if not d.signal.any()]
-            tokens = [joined.sequences[i].tokens for end in ends for i in end]
-            silent[call.number] = Counter(map(np.ndarray.tobytes, tokens))
-    sent = sum((silent[call.number] for call in calls), Counter[bytes]())
-    return Counter(sequence.tokens.tobytes() for sequence in rest) <= sent
+    sent = sum((silent[call.number] for call in calls), Counter[tuple[bytes, bytes]]())
+    return Counter(map(wording, rest)) <= sent
 
 
 def is_first_wave(joined: Joined, group: Group) -> bool:
