@@ -19,7 +19,7 @@ from urllib.parse import urlsplit
 import pytest
 import pytrio as trio
 
-from conftest import DRYRUN, KEY, SKILL
+from conftest import DRYRUN, KEY, SKILL, outcome
 from trio_local.preflight import blocked_hosts, code_that_leaves
 from wire import BASE_MODEL, QUICK_RETRIES, read_trace
 
@@ -662,3 +662,12 @@ def test_doctor_models_and_help(place: Place) -> None:
     assert b"--fault" in place.run("run", "--help").out
     version = place.run("--version")
     assert version.code == 0 and version.out.strip()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
+def test_a_command_that_hangs_says_where(tmp_path: Path) -> None:
+    """So that a test which waits for ever leaves more than a time-out."""
+    code = "import time\ndef wait_here():\n    time.sleep(60)\nwait_here()\n"
+    parent = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {code!r}])"
+    with pytest.raises(pytest.fail.Exception, match="in wait_here"):
+        outcome([sys.executable, "-c", parent], tmp_path, dict(os.environ), 2)
